@@ -1,0 +1,343 @@
+"""The one launch: weights on a device, arguments, shared memory, current stream.
+
+Two kinds of call share it. An `MLP` has packed weights, uploaded once a device, and remembers what it prepared for each
+combination of shapes, strides and dtypes, so that a repeated call costs a dictionary look-up and the launch. `fused_mlp`
+passes the caller's own weight arrays.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._compile import kernel_for
+from ._gpu import cupy_or_error, device_numbers
+from ._pack import pack
+from ._strides import byte_bounds, merge_axes
+from .network import Network
+from .plan import CONTIGUOUS, Access, plan_gpu
+
+__all__ = ["FusedCall", "PackedNet", "aligned", "find_fused", "fused_key", "remember_fused"]
+
+PREPARED_CALLS = 256  # remembered by an MLP; past that it starts afresh
+ALIGNMENT_BITS = 7  # of an address: what the largest element needs to be 0
+ARGUMENT_BYTES = 4096 - 512  # of kernel arguments that every driver takes, less those that are not weights
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Everything about a call that its shapes, strides, dtypes and device determine."""
+
+    launcher: Any  # CuPy's Function; None if there is nothing to compute
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    rows: Any  # the kernel's Rows argument: the batch size, or a record that begins with it
+    x_bounds: tuple[int, int]  # bytes that x touches, from its first element
+    out_bounds: tuple[int, int]
+    out_shape: tuple[int, ...]
+
+
+def _prepare(network: Network, x: Any, out: Any, *, packed: bool) -> _Call:
+    """Plan, compile and describe a call on the current device; out is None if it is still to be allocated."""
+    shape, x_strides, x_dtype = x.shape, x.strides, x.dtype
+    out_shape = (*shape[:-1], network.sizes[-1])
+    batch = math.prod(shape[:-1])
+    if batch == 0 or network.sizes[-1] == 0:
+        return _Call(None, (0, 0, 0), (0, 0, 0), 0, None, (0, 0), (0, 0), out_shape)
+    x_itemsize, out_itemsize = x_dtype.itemsize, network.itemsize
+    out_strides = _c_strides(out_shape, out_itemsize) if out is None else out.strides
+    if any(length > 1 and step == 0 for length, step in zip(out_shape, out_strides, strict=True)):
+        raise ValueError(
+            "out is a broadcast array, whose elements share memory: pass an array with room for every element"
+        )
+    whole = _is_aligned(x) and (out is None or _is_aligned(out))
+    device_id = x.data.device_id
+    axes, (x_steps, out_steps) = merge_axes(shape[:-1], x_strides[:-1], out_strides[:-1])
+    x_name = x_dtype.name
+    contiguous = (
+        whole
+        and len(axes) <= 1
+        and _is_plain(axes, x_steps, shape[-1], x_strides[-1], x_itemsize)
+        and _is_plain(axes, out_steps, out_shape[-1], out_strides[-1], out_itemsize)
+    )
+    rows: Any
+    if contiguous:
+        access = Access(x_name, packed=packed) if x_name != network.dtype or not packed else CONTIGUOUS
+        rows = batch
+    else:
+        kind = "strided" if whole else "unaligned"
+        axes, x_steps, out_steps = axes or (1,), x_steps or (0,), out_steps or (0,)
+        access = Access(x_name, kind, kind, len(axes), packed)
+        rows = _record([batch, x_strides[-1], out_strides[-1], *axes, *x_steps, *out_steps])
+    _refuse_in_capture()
+    plan = plan_gpu(network, batch, device_numbers(device_id), access)
+    kernel = kernel_for(plan, device_id)
+    return _Call(
+        launcher=kernel.launcher(),
+        grid=(plan.grid[0], 1, 1),
+        block=(plan.block[0], 1, 1),
+        shared_bytes=plan.shared_bytes,
+        rows=rows,
+        x_bounds=byte_bounds(shape, x_strides, x_itemsize),
+        out_bounds=byte_bounds(out_shape, out_strides, out_itemsize),
+        out_shape=out_shape,
+    )
+
+
+def _record(numbers: Sequence[int]) -> NDArray[np.void]:
+    """64-bit integers as one kernel argument that is passed by value."""
+    return np.array(numbers, dtype=np.int64).view(f"V{8 * len(numbers)}")
+
+
+def _c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    strides, step = [], itemsize
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
+def _is_plain(axes: tuple[int, ...], steps: tuple[int, ...], features: int, feature_step: int, itemsize: int) -> bool:
+    """Whether rows follow each other without gaps, feature by feature."""
+    return (features <= 1 or feature_step == itemsize) and (not axes or steps[0] == features * itemsize)
+
+
+def _overlap(x_pointer: int, x_bounds: tuple[int, int], out_pointer: int, out_bounds: tuple[int, int]) -> bool:
+    return (
+        x_pointer + x_bounds[0] < out_pointer + out_bounds[1] and out_pointer + out_bounds[0] < x_pointer + x_bounds[1]
+    )
+
+
+def _remember(known: dict[Any, Any], key: Any, call: Any, lock: threading.Lock) -> None:
+    with lock:
+        if len(known) >= PREPARED_CALLS:
+            known.clear()
+        known[key] = call
+
+
+class PackedNet:
+    """A network's packed weights, on the host and on every device that has used them, and its calls on CuPy arrays.
+
+    Parameters
+    ----------
+    network
+        What to compute.
+    packed
+        Its weights, as `cupymlp._pack.pack` lays them out.
+    check
+        ``check(shape, dtype, out_shape, out_dtype)`` raises what a user should see if x or out does not fit; the last two
+        are None if there is no out. Called when a combination is first seen.
+    """
+
+    def __init__(self, network: Network, packed: NDArray[np.floating], check: Callable[..., None]) -> None:
+        self._network = network
+        self._packed = packed
+        self._check = check
+        self._on_device: dict[int, Any] = {}
+        self._calls: dict[tuple[Any, ...], _Call] = {}
+        self._lock = threading.Lock()
+        self._cupy = cupy_or_error("a call on the GPU")
+        self._current_device = self._cupy.cuda.runtime.getDevice
+        self._ndarray = self._cupy.ndarray
+
+    def __call__(self, x: Any, out: Any = None) -> Any:
+        """The network of x (a CuPy array), on x's device and its current stream, in out or in a new CuPy array."""
+        memory = x.data
+        device_id = memory.device_id
+        if device_id != self._current_device():
+            with self._cupy.cuda.Device(device_id):
+                return self(x, out)
+        pointer = memory.ptr
+        if out is None:
+            out_pointer = 0
+            key: tuple[Any, ...] = (device_id, x.shape, x.strides, x.dtype, pointer & ALIGNMENT_BITS)
+        else:
+            out_memory = out.data
+            out_pointer = out_memory.ptr
+            bits = (pointer | out_pointer) & ALIGNMENT_BITS
+            key = (
+                device_id,
+                x.shape,
+                x.strides,
+                x.dtype,
+                bits,
+                out.shape,
+                out.strides,
+                out.dtype,
+                out_memory.device_id,
+            )
+        call = self._calls.get(key)
+        if call is None:
+            call = self._prepare(key, x, out)
+        if out is None:
+            out = self._ndarray(call.out_shape, self._network.dtype)
+        elif call.launcher is not None and _overlap(pointer, call.x_bounds, out_pointer, call.out_bounds):
+            return self(_copy(x), out)  # as NumPy: the answer of arrays that do not overlap
+        if call.launcher is not None:
+            call.launcher(call.grid, call.block, (x, out, self._on_device[device_id], call.rows), call.shared_bytes)
+        return out
+
+    def _prepare(self, key: tuple[Any, ...], x: Any, out: Any) -> _Call:
+        """Check and prepare what was not seen before."""
+        if out is None:
+            self._check(x.shape, x.dtype, None, None)
+        else:
+            self._check(x.shape, x.dtype, out.shape, out.dtype)
+            if out.data.device_id != x.data.device_id:
+                raise ValueError(
+                    f"x is on device {x.data.device_id} and out on device {out.data.device_id}: pass an out on x's device"
+                )
+        call = _prepare(self._network, x, out, packed=True)
+        if call.launcher is not None:
+            self._upload(x.data.device_id)
+        _remember(self._calls, key, call, self._lock)
+        return call
+
+    def _upload(self, device_id: int) -> None:
+        """Put the weights on the current device, once. Waits until they are there: any stream may read them next."""
+        with self._lock:
+            if device_id in self._on_device:
+                return
+            _refuse_in_capture()
+            # Memory of its own, not the pool's: freeing it waits for the kernels that may still read it, on any stream.
+            memory = self._cupy.cuda.MemoryPointer(self._cupy.cuda.Memory(max(self._packed.nbytes, 16)), 0)
+            weights = self._cupy.ndarray(self._packed.shape, self._packed.dtype, memptr=memory)
+            stream = self._cupy.cuda.get_current_stream()
+            weights.set(self._packed, stream=stream)
+            stream.synchronize()
+            self._on_device[device_id] = weights
+
+
+def _refuse_in_capture() -> None:
+    cupy = cupy_or_error("a call on the GPU")
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            "the first call with these shapes, strides and dtypes compiles a kernel and uploads weights, which a stream "
+            "that captures a CUDA graph does not allow: make the same call once before the capture"
+        )
+
+
+# --- The caller's own weight arrays -----------------------------------------------------------------------------
+
+
+class FusedCall:
+    """One launch on the caller's own arrays, on their device: no weight is copied, packed or kept.
+
+    Prepared for arrays of these shapes, strides, dtypes and alignments; called with any such arrays. Networks so deep that
+    the layers' pointers and strides outgrow a kernel's arguments are packed at each call.
+
+    Parameters
+    ----------
+    network
+        What to compute.
+    weights, biases
+        One CuPy array (K, N) a layer and one (N,) or None, of the network's dtype, aligned, any strides.
+    x, out
+        CuPy arrays, already checked; out is None if the call allocates it.
+    """
+
+    def __init__(self, network: Network, weights: Sequence[Any], biases: Sequence[Any], x: Any, out: Any) -> None:
+        self._network = network
+        self._packed = 5 * 8 * network.depth > ARGUMENT_BYTES
+        self._call = _prepare(network, x, out, packed=self._packed)
+        size = network.itemsize
+        self._bounds = [(0, 0) if a is None else byte_bounds(a.shape, a.strides, size) for a in [*weights, *biases]]
+        self._strides = [
+            *(w.strides[0] // size for w in weights),
+            *(w.strides[1] // size for w in weights),
+            *(0 if b is None else b.strides[0] // size for b in biases),
+        ]
+
+    def __call__(self, weights: Sequence[Any], biases: Sequence[Any], x: Any, out: Any) -> Any:
+        """Launch, and return out. The device must be the current one."""
+        call = self._call
+        cupy = cupy_or_error("fused_mlp")
+        if out is None:
+            out = cupy.ndarray(call.out_shape, self._network.dtype)
+        elif call.launcher is not None:
+            inputs = [*weights, *biases, x]
+            hit = [
+                array is not None and _overlap(array.data.ptr, bounds, out.data.ptr, call.out_bounds)
+                for array, bounds in zip(inputs, [*self._bounds, call.x_bounds], strict=True)
+            ]
+            if any(hit):
+                inputs = [_copy(array) if its_hit else array for array, its_hit in zip(inputs, hit, strict=True)]
+                weights, biases, x = inputs[: len(weights)], inputs[len(weights) : -1], inputs[-1]
+                return FusedCall(self._network, weights, biases, x, out)(weights, biases, x, out)
+        if call.launcher is not None:
+            if self._packed:
+                table = pack(cupy, self._network, weights, biases)
+            else:
+                pointers = [w.data.ptr for w in weights] + [0 if b is None else b.data.ptr for b in biases]
+                table = _record(pointers + self._strides)
+            call.launcher(call.grid, call.block, (x, out, table, call.rows), call.shared_bytes)
+        return out
+
+
+_fused_calls: dict[tuple[Any, ...], FusedCall] = {}
+_fused_lock = threading.Lock()
+
+
+def find_fused(key: tuple[Any, ...] | None) -> FusedCall | None:
+    """The call that was remembered under this key."""
+    return None if key is None else _fused_calls.get(key)
+
+
+def remember_fused(key: tuple[Any, ...] | None, call: FusedCall) -> None:
+    """Keep a call for the next one like it."""
+    if key is not None:
+        _remember(_fused_calls, key, call, _fused_lock)
+
+
+def fused_key(options: tuple[Any, ...], arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+    """What determines a fused call: None if the arrays are not all CuPy's own, on the current device."""
+    cupy = sys.modules.get("cupy")
+    try:
+        hash(options)
+    except TypeError:  # something that the checks will refuse
+        return None
+    if cupy is None:
+        return None
+    ndarray, here = cupy.ndarray, cupy.cuda.runtime.getDevice()
+    key: list[Any] = [options, here]
+    for array in arrays:
+        if array is None:
+            key.append(None)
+            continue
+        if type(array) is not ndarray:
+            return None
+        memory = array.data
+        if memory.device_id != here:
+            return None
+        key.append((array.shape, array.strides, array.dtype, memory.ptr & ALIGNMENT_BITS))
+    return tuple(key)
+
+
+# --- Alignment --------------------------------------------------------------------------------------------------
+
+
+def _is_aligned(array: Any) -> bool:
+    """Whether every element lies at a multiple of its size, as CuPy's own kernels and most of ours need it."""
+    size = array.dtype.itemsize
+    return array.data.ptr % size == 0 and all(stride % size == 0 for stride in array.strides)
+
+
+def _copy(array: Any) -> Any:
+    """A C-contiguous copy, made byte by byte: unlike CuPy's own copy it reads elements at any address."""
+    cupy = cupy_or_error("a call on the GPU")
+    size = array.dtype.itemsize
+    in_bytes = cupy.ndarray((*array.shape, size), np.uint8, memptr=array.data, strides=(*array.strides, 1))
+    return in_bytes.copy(order="C").view(array.dtype).reshape(array.shape)
+
+
+def aligned(array: Any) -> Any:
+    """The CuPy array itself if its elements are aligned, else a copy."""
+    return array if _is_aligned(array) else _copy(array)
