@@ -1,0 +1,95 @@
+"""The same network on the CPU: NumPy, a block of rows at a time, so that hidden layers stay in cache.
+
+It goes through NumPy's BLAS, which sums in an order of its own: it meets the error bound, not the kernels' bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._strides import merge_axes
+from .activations import ACTIVATIONS
+from .network import Network
+from .plan import cpu_block_rows
+
+__all__ = ["run_cpu"]
+
+
+def run_cpu(
+    network: Network,
+    weights: Sequence[NDArray[np.floating]],
+    biases: Sequence[NDArray[np.floating] | None],
+    x: NDArray[Any],
+    out: NDArray[np.floating],
+) -> None:
+    """Compute ``out = network(x)``.
+
+    Parameters
+    ----------
+    weights, biases
+        One (K, N) array a layer and one (N,) array or None, of the network's dtype.
+    x
+        Shape (..., K), any strides and byte order, of a dtype that widens to the network's. Not empty.
+    out
+        Shape (..., N), of the network's dtype in either byte order, any strides; shares no memory with x.
+    """
+    rows = math.prod(x.shape[:-1])
+    step = min(rows, cpu_block_rows(network))
+    x_rows, out_rows = _Rows(x), _Rows(out)
+    buffers: list[Any] = [np.empty((step, n), network.dtype) for n in network.sizes[1:-1]]
+    convert, in_place = not _is_plain(x, network.dtype), _is_plain(out, network.dtype)
+    with np.errstate(all="ignore"):  # infinities and NaN are results here, as they are on the GPU
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            h = x_rows[start, count]
+            if convert:
+                h = h.astype(network.dtype)
+            last = out_rows[start, count] if in_place else np.empty((count, network.sizes[-1]), network.dtype)
+            for weight, bias, name, buffer in zip(weights, biases, network.activations, [*buffers, last], strict=True):
+                h = np.matmul(h, weight, out=buffer[:count])
+                if bias is not None:
+                    h += bias
+                ACTIVATIONS[name].apply(h, h)
+            if not in_place:
+                out_rows[start, count] = last
+
+
+def _is_plain(array: NDArray[Any], dtype: str) -> bool:
+    """Whether BLAS can work on the array itself."""
+    return array.dtype == dtype and array.flags.c_contiguous and array.flags.aligned  # byte order is part of a dtype
+
+
+class _Rows:
+    """An array (..., features) addressed by ranges of rows in C order of its leading axes, without copying it whole."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._shape = array.shape[:-1]
+        self._is_view = True
+        if array.ndim == 1:
+            array = array[np.newaxis]
+        elif array.flags.c_contiguous:
+            array = array.reshape(math.prod(self._shape), array.shape[-1])
+        elif array.ndim > 2:
+            shape, (strides,) = merge_axes(self._shape, array.strides[:-1])
+            self._is_view = len(shape) <= 1
+            if self._is_view:
+                merged = (math.prod(self._shape), array.shape[-1])
+                array = np.lib.stride_tricks.as_strided(array, merged, (*(strides or (0,)), array.strides[-1]))
+        self._array = array
+
+    def _index(self, rows: tuple[int, int]) -> Any:
+        start, count = rows
+        if self._is_view:
+            return slice(start, start + count)
+        return np.unravel_index(np.arange(start, start + count), self._shape)
+
+    def __getitem__(self, rows: tuple[int, int]) -> NDArray[Any]:
+        return self._array[self._index(rows)]  # type: ignore[no-any-return]
+
+    def __setitem__(self, rows: tuple[int, int], value: NDArray[Any]) -> None:
+        self._array[self._index(rows)] = value

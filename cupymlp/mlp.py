@@ -1,0 +1,335 @@
+"""MLP: a network that is made once and called often."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from . import _npz
+from ._checks import (
+    ActivationArgument,
+    Device,
+    as_cupy,
+    as_numpy,
+    check_call,
+    check_device,
+    library_of,
+    make_network,
+    mixed_message,
+    read_layers,
+    to_host,
+    type_name,
+)
+from ._compile import with_registers
+from ._gpu import cupy_or_error, device_numbers, gpu_problem
+from ._host import run_on_gpu
+from ._launch import PackedNet
+from ._pack import pack
+from .cpu import run_cpu
+from .network import Network
+from .plan import Plan, plan_cpu, plan_gpu
+
+__all__ = ["MLP"]
+
+SEEN_CALLS = 256  # combinations of shapes and dtypes that an MLP remembers as checked; past that it starts afresh
+
+
+class MLP:
+    """A multilayer perceptron with fixed weights, run as one GPU kernel, or on the CPU.
+
+    ``h = act(h @ W + b)`` through all layers. The object never changes: it copies its weights when it is made, keeps
+    them on the host, and uploads them once a device at the first call there. It can be shared between threads, pickled
+    and copied.
+
+    Parameters
+    ----------
+    weights
+        One 2-D array a layer, all NumPy (or what ``numpy.asarray`` takes) or all on the GPU. At least one.
+    biases
+        One 1-D array (N,) or None a layer; None: no layer has a bias.
+    activation
+        The hidden layers' activation: a name for all of them, or a sequence with one name a hidden layer.
+        ``"identity"`` or ``"relu"``.
+    out_activation
+        The output layer's.
+    weight_layout
+        ``"in_out"``: weights are (in, out), used as ``x @ W`` (NumPy, Keras, scikit-learn, JAX). ``"out_in"``: weights
+        are (out, in), used as ``x @ W.T`` (``torch.nn.Linear``). Never guessed from shapes.
+    precision
+        ``"ieee"``: one order of summation, the same bits for a row whatever the batch size, schedule or GPU.
+    dtype
+        Convert the weights to this dtype, rounding if need be. None: ``numpy.result_type`` of weights and biases.
+        ``float32`` or ``float64``.
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not chain, unknown names, wrong lengths.
+    TypeError
+        For dtypes that cannot be used, and for NumPy and GPU arrays mixed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupymlp
+    >>> rng = np.random.default_rng(0)
+    >>> W1, W2 = rng.standard_normal((3, 8)), rng.standard_normal((8, 2))
+    >>> net = cupymlp.MLP([W1, W2], biases=[np.ones(8), None])
+    >>> x = rng.standard_normal((5, 3))
+    >>> np.allclose(net(x), np.maximum(x @ W1 + 1, 0) @ W2)
+    True
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Any],
+        biases: Sequence[Any] | None = None,
+        activation: ActivationArgument = "relu",
+        out_activation: str = "identity",
+        weight_layout: str = "in_out",
+        precision: str = "ieee",
+        *,
+        dtype: DTypeLike | None = None,
+    ) -> None:
+        layers = read_layers("MLP", weights, biases, weight_layout)
+        host_weights = [to_host(w, name) for w, name in zip(layers.weights, layers.weight_names, strict=True)]
+        host_biases = [None if b is None else to_host(b, f"biases[{i}]") for i, b in enumerate(layers.biases)]
+        network = make_network(layers, activation, out_activation, precision, dtype)
+        self._set(
+            network,
+            weight_layout,
+            [_frozen(w.T if weight_layout == "out_in" else w, network.dtype) for w in host_weights],
+            [None if b is None else _frozen(b, network.dtype) for b in host_biases],
+        )
+
+    def _set(
+        self,
+        network: Network,
+        weight_layout: str,
+        weights: list[NDArray[np.floating]],
+        biases: list[NDArray[np.floating] | None],
+    ) -> None:
+        self._network = network
+        self._weight_layout = weight_layout
+        self._weights = weights  # (in, out), whatever the caller's layout
+        self._biases = biases
+        self._seen: set[Any] = set()  # shapes and dtypes of NumPy arrays that were checked
+        self._gpu: Any = None  # a PackedNet, made at the first call on a GPU
+        self._cupy_ndarray: Any = None
+
+    # --- What it is -------------------------------------------------------------------------------------------
+
+    @property
+    def network(self) -> Network:
+        """The frozen description: sizes, activations, biases, dtype, precision."""
+        return self._network
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of weights, sums and results."""
+        return np.dtype(self._network.dtype)
+
+    @property
+    def weight_layout(self) -> str:
+        """``in_out`` or ``out_in``, as it was made."""
+        return self._weight_layout
+
+    @property
+    def weights(self) -> tuple[NDArray[np.floating], ...]:
+        """The weights as read-only NumPy arrays, in the layout asked for."""
+        return tuple(w.T if self._weight_layout == "out_in" else w[:] for w in self._weights)
+
+    @property
+    def biases(self) -> tuple[NDArray[np.floating] | None, ...]:
+        """The biases as read-only NumPy arrays (N,), None where a layer has none."""
+        return tuple(None if b is None else b[:] for b in self._biases)
+
+    def __repr__(self) -> str:
+        return f"<cupymlp.MLP {self._network.describe()}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._network, self._weight_layout, self._weights, self._biases)
+
+    # --- Running it ---------------------------------------------------------------------------------------------
+
+    def __call__(self, x: Any, out: Any = None, *, device: Device = None) -> Any:
+        """The network of x.
+
+        Parameters
+        ----------
+        x
+            Array (..., K): NumPy (or what ``numpy.asarray`` takes), CuPy, or another library's array on a CUDA device. Any
+            strides, byte order and alignment. Its dtype must widen to the network's: nothing is narrowed silently.
+        out
+            Where to put the result: an array (..., N) of x's library and the network's dtype. If it overlaps x, x is copied
+            first.
+        device
+            None: a GPU array is computed where it lies, a NumPy array on the GPU if there is one, else on the CPU.
+            ``"cuda"``: on the GPU, or an error. ``"cpu"``: NumPy arrays on the CPU.
+
+        Returns
+        -------
+        array
+            ``out``, or a new array (..., N) of the network's dtype: NumPy for NumPy, CuPy for any GPU array. On the GPU
+            the work is on the current stream of x's device; with ``out`` nothing is allocated and nothing waits.
+
+        Raises
+        ------
+        ValueError
+            For a wrong shape of x or out, or arrays on different devices.
+        TypeError
+            For a dtype that the network would have to narrow, and for NumPy and GPU arrays mixed.
+        RuntimeError
+            If ``device="cuda"`` and there is no GPU, or for a first call while a stream captures.
+        """
+        if type(x) is self._cupy_ndarray and type(out) in (self._cupy_ndarray, type(None)) and device in (None, "cuda"):
+            return self._gpu(x, out)  # the hot path: the PackedNet checks what it has not seen before
+        return self._dispatch(x, out, device)
+
+    def _dispatch(self, x: Any, out: Any, device: Device) -> Any:
+        check_device(device)
+        on_gpu = library_of("x", x) == "gpu"
+        if out is not None and (library_of("out", out) == "gpu") != on_gpu:
+            raise TypeError(mixed_message("x", x, "out", out))
+        if on_gpu:
+            if device == "cpu":
+                raise TypeError(
+                    "x is on a GPU and device='cpu': pass a NumPy array (cupy.asnumpy(x)), or leave device out"
+                )
+            y = self._on_gpu()(as_cupy("x", x), None if out is None else as_cupy("out", out, writable=True))
+            return y if out is None else out
+        return self._run_numpy(x, out, device)
+
+    def _run_numpy(self, x: Any, out: Any, device: Device) -> NDArray[np.floating]:
+        x = as_numpy("x", x)
+        if out is not None and not isinstance(out, np.ndarray):
+            raise TypeError(f"out is a {type_name(out)}; accepted: a NumPy array of dtype {self._network.dtype}")
+        seen = (x.shape, x.dtype, None, None) if out is None else (x.shape, x.dtype, out.shape, out.dtype)
+        if seen not in self._seen:
+            check_call(self._network, *seen)
+            if len(self._seen) >= SEEN_CALLS:
+                self._seen.clear()
+            self._seen.add(seen)
+        if out is None:
+            out = np.empty((*x.shape[:-1], self._network.sizes[-1]), self._network.dtype)
+        elif not out.flags.writeable:
+            raise ValueError("out is read-only: pass an array that can be written")
+        use_gpu = device == "cuda" or (device is None and gpu_problem() is None)
+        if use_gpu:
+            net = self._on_gpu()  # before the shortcut below: device='cuda' without a GPU is an error for any x
+        if out.size == 0:
+            return cast("NDArray[np.floating]", out)
+        if use_gpu:
+            run_on_gpu(net, x, out)
+        else:
+            if np.may_share_memory(x, out):
+                x = x.copy()
+            run_cpu(self._network, self._weights, self._biases, x, out)
+        return cast("NDArray[np.floating]", out)
+
+    def _on_gpu(self) -> Any:
+        if self._gpu is None:
+            cupy = cupy_or_error("device='cuda' or a GPU array")
+            packed = pack(np, self._network, self._weights, self._biases)
+            self._gpu = PackedNet(self._network, packed, partial(check_call, self._network))
+            self._cupy_ndarray = cupy.ndarray
+        return self._gpu
+
+    def plan(self, batch: int, device: Device = None) -> Plan:
+        """How a call with this many rows would run: print it.
+
+        Parameters
+        ----------
+        batch
+            Rows: the product of x's leading axes.
+        device
+            As for a call on NumPy arrays: None is the current GPU if there is one, else the CPU.
+        """
+        check_device(device)
+        rows = int(batch)
+        if rows != batch or rows < 0:
+            raise ValueError(f"batch is {batch!r}; accepted: a whole number of rows, 0 or more")
+        problem = gpu_problem()
+        if device == "cpu" or (device is None and problem is not None):
+            return plan_cpu(self._network, rows, "device='cpu' was asked for" if device == "cpu" else str(problem))
+        cupy = cupy_or_error("device='cuda'")
+        device_id = cupy.cuda.runtime.getDevice()
+        return with_registers(plan_gpu(self._network, rows, device_numbers(device_id)), device_id)
+
+    # --- Files and other libraries' models ------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the network and its weights to a ``.npz`` file: plain arrays, no pickle. `MLP.load` reads it.
+
+        The file is written beside its place and then moved there, so that an interrupted save leaves the old one.
+        """
+        _npz.save(path, self._network, self._weight_layout, self.weights, self.biases)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> MLP:
+        """Read what `MLP.save` wrote.
+
+        Raises
+        ------
+        ValueError
+            If the file is truncated, is something else, or was tampered with; the message says what is wrong.
+        FileNotFoundError
+            If there is none.
+        """
+        saved = _npz.load(path)
+        net = cls.__new__(cls)
+        weights = [_frozen(w.T if saved.weight_layout == "out_in" else w, saved.network.dtype) for w in saved.weights]
+        biases = [None if b is None else _frozen(b, saved.network.dtype) for b in saved.biases]
+        net._set(saved.network, saved.weight_layout, weights, biases)
+        return net
+
+    @classmethod
+    def from_sklearn(cls, estimator: Any, *, output: str = "raw", dtype: DTypeLike | None = None) -> MLP:
+        """The network of a fitted scikit-learn ``MLPClassifier`` or ``MLPRegressor``.
+
+        Parameters
+        ----------
+        estimator
+            The fitted estimator. scikit-learn itself is not imported.
+        output
+            ``"raw"``: the last layer's sums, up to but without the output function that ``estimator.out_activation_``
+            names: ``identity`` for a regressor with squared error, whose prediction these are, else ``softmax``,
+            ``logistic`` or ``exp``.
+        dtype
+            As for `MLP`: None keeps the dtype that the estimator was trained in.
+
+        Raises
+        ------
+        TypeError
+            If it is not such an estimator.
+        ValueError
+            If it is not fitted, or uses an activation that is not available; the message names it.
+        """
+        from .models.sklearn import read_estimator
+
+        found = read_estimator(estimator, output)
+        return cls(found.weights, found.biases, found.activation, found.out_activation, dtype=dtype)
+
+
+def _rebuild(
+    network: Network,
+    weight_layout: str,
+    weights: list[NDArray[np.floating]],
+    biases: list[NDArray[np.floating] | None],
+) -> MLP:
+    net = MLP.__new__(MLP)
+    frozen = [_frozen(w, network.dtype) for w in weights]
+    net._set(network, weight_layout, frozen, [None if b is None else _frozen(b, network.dtype) for b in biases])
+    return net
+
+
+def _frozen(array: NDArray[Any], dtype: str) -> NDArray[np.floating]:
+    """A C-contiguous copy that cannot be made writable again: a view of a read-only array."""
+    copy = np.array(array, dtype=dtype, order="C", copy=True)
+    copy.flags.writeable = False
+    return copy[:]
