@@ -1,0 +1,17 @@
+"""cupymlp: a small multilayer perceptron as one GPU kernel, on CuPy and NumPy arrays.
+
+To read the source, in this order: ``mlp`` and ``fused`` (what users call; ``_checks`` has the checks), ``network`` (the
+description), ``activations``, ``plan`` (network + batch + device numbers -> how it will run), ``_source``, ``_compile`` and
+``_launch`` (from a .cu file to a launch), ``_pack`` (weights in the kernels' order), ``_host`` (NumPy arrays on the GPU),
+``cpu``, ``reference`` (the formula in float64, and its error bound), ``verify``, then ``models``, ``bench`` and ``cli``. The
+kernels are in ``cuda_src``: ``common.cuh``, then ``mlp_row.cu``.
+"""
+
+from .fused import fused_mlp
+from .mlp import MLP
+from .network import Network
+from .plan import Plan, PlanError
+from .verify import Report, verify
+
+__all__ = ["MLP", "Network", "Plan", "PlanError", "Report", "fused_mlp", "verify"]
+__version__ = "0.1.0"

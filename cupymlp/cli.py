@@ -1,0 +1,118 @@
+"""The command line: ``python -m cupymlp verify | bench | plan | info``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .mlp import MLP
+from .verify import CANONICAL_SIZES, random_mlp, verify
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, 1 if a verification failed, 2 for what the user got wrong."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        print(f"cupymlp: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cupymlp", description="A small multilayer perceptron as one GPU kernel.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, run: object, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    def network(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("file", nargs="?", help="a .npz file that MLP.save wrote; without one, a random network")
+        sub.add_argument(
+            "--sizes", type=_sizes, default=CANONICAL_SIZES, help="widths of the random network (48,64,40,24)"
+        )
+        sub.add_argument("--bias", action="store_true", help="give the random network biases")
+        sub.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of the random network")
+        sub.add_argument("--seed", type=int, default=0, help="of the random numbers")
+        sub.add_argument("--batch", type=int, default=16, help="rows")
+        sub.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+
+    network(
+        command("verify", _verify, "Compare with cupy.matmul and with a float64 reference, in units of a proven bound.")
+    )
+    network(command("plan", _plan, "Tell how a call would run, and why not otherwise."))
+    bench = command("bench", _bench, "Verify, then measure the latency table.")
+    bench.add_argument("--sizes", type=_sizes, default=CANONICAL_SIZES, help="widths of the network (48,64,40,24)")
+    bench.add_argument("--batches", type=_sizes, default=None, help="batch sizes (1,16,128,1024)")
+    bench.add_argument("--rounds", type=int, default=15, help="how often everything is measured")
+    bench.add_argument("--json", metavar="FILE", help="write the figures here too")
+    bench.add_argument("--commit", help="the commit to name in the JSON (default: what git says of the current folder)")
+    command("info", _info, "Print what a bug report needs.")
+    return parser
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 48,64,40,24")
+    return sizes
+
+
+def _network(options: argparse.Namespace) -> MLP:
+    if options.file is not None:
+        return MLP.load(options.file)
+    if len(options.sizes) < 2:
+        raise ValueError(f"--sizes has {len(options.sizes)} number; accepted: at least two, the features in and out")
+    return random_mlp(options.sizes, options.seed, bias=options.bias, dtype=options.dtype)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    report = verify(_network(options), batch=options.batch, seed=options.seed, device=options.device)
+    print(report)
+    return 0 if report.ok else 1
+
+
+def _plan(options: argparse.Namespace) -> int:
+    print(_network(options).plan(options.batch, options.device))
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from .bench.latency import BATCHES, latency_rows, verified
+    from .bench.report import table, write_json
+
+    report = verified(options.sizes, seed=0)
+    print(report, flush=True)
+    rows = list(latency_rows(options.sizes, options.batches or BATCHES, options.rounds))
+    print(table(rows))
+    if options.json:
+        write_json(options.json, rows, str(report), options.commit or _git_commit())
+    return 0
+
+
+def _git_commit() -> str | None:
+    try:
+        here = Path(__file__).resolve().parent
+        done = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def _info(_: argparse.Namespace) -> int:
+    from ._source import find_cuda_src
+    from .bench.report import machine
+
+    print(json.dumps({**machine(), "cuda_src": str(find_cuda_src())}, indent=1))
+    return 0
