@@ -1,0 +1,1 @@
+"""Measured tables: ``timing`` measures, ``latency`` says what is measured, ``report`` prints and writes JSON."""
