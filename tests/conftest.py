@@ -1,0 +1,46 @@
+"""GPU tests are skipped where there is no GPU. With CUPYMLP_REQUIRE_GPU=1 a GPU test that is skipped has failed."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+from cupymlp._gpu import gpu_problem
+
+settings.register_profile(
+    "cupymlp", deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("cupymlp")
+
+REQUIRE_GPU = os.environ.get("CUPYMLP_REQUIRE_GPU") == "1"
+
+
+def pytest_collection_modifyitems(items):
+    problem = gpu_problem()
+    if problem is not None and not REQUIRE_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=f"no GPU: {problem}"))
+
+
+def pytest_runtest_setup(item):
+    problem = gpu_problem()
+    if REQUIRE_GPU and problem is not None and item.get_closest_marker("gpu"):
+        pytest.fail(f"CUPYMLP_REQUIRE_GPU=1, and {problem}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if REQUIRE_GPU and report.skipped and item.get_closest_marker("gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"CUPYMLP_REQUIRE_GPU=1, and a GPU test was skipped: {report.longrepr}"
+    return report
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(20260101)

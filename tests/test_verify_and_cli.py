@@ -1,0 +1,192 @@
+"""verify, the command line and the benchmark, as far as they go without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support import CANONICAL, random_net
+
+import cupymlp
+from cupymlp import MLP, cli
+from cupymlp.bench import latency, report, timing
+from cupymlp.verify import random_mlp
+
+no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(*arguments):
+    """The command line as a user starts it, with no GPU to be seen."""
+    return subprocess.run(
+        [sys.executable, "-m", "cupymlp", *arguments],
+        capture_output=True,
+        text=True,
+        env=no_gpu,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_verify_reports_the_cpu_path():
+    result = cupymlp.verify(random_mlp(CANONICAL, bias=True, dtype="float64"), batch=100, device="cpu")
+    assert result.ok
+    assert result.rows_equal is None
+    (comparison,) = result.comparisons
+    assert comparison.name == "float64 reference"
+    assert comparison.limit == 1
+    assert 0 <= comparison.in_bounds <= 1
+    for text in ("48-64-40-24 float64", "100 rows, on the CPU", "float64 reference", "5 repeats: yes", "verified"):
+        assert text in str(result)
+
+
+def test_verify_takes_any_x_and_an_empty_one():
+    net = random_mlp((3, 4, 2))
+    assert cupymlp.verify(net, np.full((2, 2, 3), np.nan, "f4"), device="cpu").ok
+    assert cupymlp.verify(net, np.zeros((0, 3), "f4"), device="cpu").ok
+    with pytest.raises(ValueError, match="last axis is 5"):
+        cupymlp.verify(net, np.zeros((2, 5), "f4"), device="cpu")
+
+
+def test_verify_fails_and_says_where(monkeypatch):
+    net = random_mlp((5, 4), seed=1)
+    right = MLP.__call__
+
+    def wrong(self, x, out=None, **options):
+        y = right(self, x, out, **options)
+        y[7, 2] += 1
+        return y
+
+    monkeypatch.setattr(MLP, "__call__", wrong)
+    result = cupymlp.verify(net, device="cpu")
+    assert not result.ok
+    assert (result.comparisons[0].row, result.comparisons[0].column) == (7, 2)
+    assert "TOO FAR" in str(result)
+    assert str(result).endswith("FAILED")
+
+
+def test_verify_notices_bits_that_change(monkeypatch):
+    right, count = MLP.__call__, iter(range(100))
+
+    def restless(self, x, out=None, **options):
+        y = right(self, x, out, **options)
+        y[0, 0] = np.nextafter(y[0, 0], np.float32(1e9 if next(count) % 2 else -1e9))
+        return y
+
+    monkeypatch.setattr(MLP, "__call__", restless)
+    result = cupymlp.verify(random_mlp((5, 4)), device="cpu")
+    assert not result.ok
+    assert "5 repeats: NO" in str(result)
+
+
+# --- The command line -------------------------------------------------------------------------------------------------
+
+
+def test_verify_on_the_command_line_without_a_gpu():
+    done = run("verify")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("no GPU, so the CPU path is verified") == 1
+    assert "48-64-40-24 float32" in done.stdout
+    assert done.stdout.rstrip().endswith("verified")
+
+
+def test_verify_a_saved_net(tmp_path, rng):
+    random_net(rng, (7, 5, 3)).mlp().save(tmp_path / "net.npz")
+    done = run("verify", str(tmp_path / "net.npz"), "--batch", "33", "--device", "cpu")
+    assert done.returncode == 0
+    assert "7-5-3" in done.stdout
+    assert "33 rows" in done.stdout
+
+
+def test_a_failed_verification_exits_with_1(monkeypatch, capsys):
+    failed = cupymlp.verify(random_mlp((2, 2)), device="cpu")
+    object.__setattr__(failed, "repeats_equal", False)
+    monkeypatch.setattr(cli, "verify", lambda *a, **k: failed)
+    assert cli.main(["verify"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_plan_and_info():
+    done = run("plan", "--sizes", "5,6,7", "--batch", "1000")
+    assert done.returncode == 0
+    assert "5-6-7 float32" in done.stdout
+    info = json.loads(run("info").stdout)
+    assert {"cupymlp", "python", "numpy", "system", "cpu", "cupy", "gpu", "cuda_src"} <= set(info)
+    assert info["cupymlp"] == cupymlp.__version__
+    assert info["gpu"] is None
+    assert info["gpu_problem"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", "--sizes", "5"], "--sizes has 1 number; accepted: at least two"),
+        (["verify", "--sizes", "5,x"], "'5,x' is no list of whole numbers such as 48,64,40,24"),
+        (["verify", "--sizes", "5,-1"], "'5,-1' is no list of whole numbers"),
+        (["verify", "nothing.npz"], "No such file"),
+        (["verify", "--device", "cuda"], "needs a CUDA GPU"),
+        (["plan", "--batch", "-1"], "batch is -1"),
+        ([], "command"),
+    ],
+)
+def test_what_the_user_got_wrong_exits_with_2(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- The benchmark ------------------------------------------------------------------------------------------------------
+
+
+def test_bench_without_a_gpu_measures_the_cpu_and_writes_json(tmp_path):
+    path = tmp_path / "latency.json"
+    done = run("bench", "--batches", "1,16", "--rounds", "2", "--json", str(path), "--commit", "abc")
+    assert done.returncode == 0, done.stderr
+    assert "verified" in done.stdout
+    content = json.loads(path.read_text())
+    assert content["format"] == report.FORMAT
+    assert content["commit"] == "abc"
+    assert content["machine"]["gpu"] is None
+    assert content["verified"][-1] == "verified"
+    assert {row["batch"] for row in content["rows"]} == {1, 16}
+    for row in content["rows"]:
+        assert row["gpu_us"] is None
+        assert row["round_trip_us"]["low"] <= row["round_trip_us"]["median"] <= row["round_trip_us"]["high"]
+        assert row["round_trip_us"]["low"] > 0
+    assert os.listdir(tmp_path) == ["latency.json"]
+
+
+def test_the_benchmark_does_not_measure_a_wrong_network(monkeypatch):
+    monkeypatch.setattr(MLP, "__call__", lambda self, x, out=None, **options: np.zeros((len(x), 24), "f4"))
+    with pytest.raises(RuntimeError, match="the network is wrong, so it is not measured"):
+        latency.verified(CANONICAL, 0)
+
+
+def test_the_benchmark_measures_what_it_says():
+    calls = []
+    subject = timing.Subject("append", lambda: calls.append(1), ("round_trip",))
+    ((found, times),) = timing.measure([subject], rounds=3)
+    assert found is subject
+    assert set(times) == {"round_trip"}
+    assert len(calls) >= 3 * timing.MOST_ROUND_TRIPS
+    assert timing.Timing.of([4.0]) == timing.Timing(4.0, 4.0, 4.0)
+    assert timing.Timing.of([1.0, 2.0, 3.0, 4.0, 5.0]) == timing.Timing(3.0, 2.0, 4.0)
+
+
+def test_the_table_gives_ratios_to_the_floor_and_the_bare_call():
+    def row(subject, gpu, host):
+        def value(v):
+            return None if v is None else {"median": v, "low": v, "high": v}
+
+        return {
+            "network": "n", "precision": "ieee", "batch": 16, "subject": subject, "note": "", "gpu_us": value(gpu),
+            "host_us": value(host), "round_trip_us": None,
+        }  # fmt: skip
+
+    text = report.table([row(latency.EMPTY, 0.5, 4.0), row(latency.RAW, 1.0, 5.0), row("net", 1.25, 6.0)])
+    line = next(line for line in text.splitlines() if line.strip().startswith("net"))
+    assert line.split() == ["net", "1.25", "2.50", "6.00", "1.20", "-"]
