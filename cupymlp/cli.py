@@ -102,12 +102,16 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _git_commit() -> str | None:
-    try:
-        here = Path(__file__).resolve().parent
-        done = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    except OSError:
+    """The commit of the checkout that this runs from, with ``-dirty`` if files have changed since; None elsewhere."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
         return None
-    return done.stdout.strip() or None
+    command = ["git", "-C", str(root), "describe", "--match=", "--always", "--abbrev=40", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def _info(_: argparse.Namespace) -> int:

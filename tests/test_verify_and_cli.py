@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -158,6 +159,25 @@ def test_bench_without_a_gpu_measures_the_cpu_and_writes_json(tmp_path):
         assert row["round_trip_us"]["low"] <= row["round_trip_us"]["median"] <= row["round_trip_us"]["high"]
         assert row["round_trip_us"]["low"] > 0
     assert os.listdir(tmp_path) == ["latency.json"]
+
+
+def test_the_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True, timeout=60)
+
+    package = tmp_path / "cupymlp"
+    package.mkdir()
+    monkeypatch.setattr(cli, "__file__", str(package / "cli.py"))
+    assert cli._git_commit() is None
+    git("init")
+    assert cli._git_commit() is None  # nothing is committed yet
+    (package / "cli.py").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "one")
+    assert re.fullmatch("[0-9a-f]{40}", cli._git_commit())
+    (package / "cli.py").write_text("2")
+    assert re.fullmatch("[0-9a-f]{40}-dirty", cli._git_commit())
 
 
 def test_the_benchmark_does_not_measure_a_wrong_network(monkeypatch):
