@@ -182,8 +182,8 @@ def plan_cpu(network: Network, batch: int, why: str) -> Plan:
 
 # --- The row schedule: cuda_src/mlp_row.cu --------------------------------------------------------------------
 
-# Measured on an H200: a block covers the widest layer, since a thread that computes two outputs takes twice as long;
-# past 256 threads a thread has too few registers to keep enough weights on their way, and nothing is won.
+# Measured on an H200, benchmarks/row-choices-h200.json: a block covers the widest layer, since a thread that computes two
+# outputs takes nearly twice as long; past 256 threads 16 rows win 6 % (512 wide) and 1,024 rows lose 18 %.
 ROW_BLOCK_LEAST, ROW_BLOCK_MOST = 64, 256
 # Weights that a thread keeps in registers or has on their way to them: 192 registers of its 255, the rest being for sums,
 # addresses and activations; 160 where some are read when needed, which takes more addresses.

@@ -42,7 +42,8 @@ def test_the_two_commands_are_those_that_ci_and_the_tests_run(capsys):
 def test_the_table_is_the_committed_measurement():
     assert markdown(LATENCY["rows"]) in README
     assert LATENCY["machine"]["gpu"] in README
-    assert f"benchmarks/{'latency-h200.json'}" in README
+    assert "benchmarks/latency-h200.json" in README
+    assert len(LATENCY["commit"]) == 40
 
 
 def figure(subject, batch, kind):
@@ -60,6 +61,21 @@ def test_the_committed_measurement_shows_what_was_promised():
         limit = 1.5 * figure(raw, batch, "host_us")
         assert figure(out, batch, "host_us") <= limit
         assert figure("net(x)", batch, "host_us") <= limit + figure("cupy.empty", batch, "host_us")
+
+
+def test_the_figures_of_where_not_to_use_it_are_committed_ones():
+    def round_trips(file, batch):
+        rows = {
+            r["subject"]: r for r in json.loads((ROOT / "benchmarks" / file).read_text())["rows"] if r["batch"] == batch
+        }
+        return [rows[s]["round_trip_us"]["median"] for s in ("net(x, out=y)", "CuPy: matmul, maximum, ...")]
+
+    text = " ".join(README.split())
+    few, million = round_trips("large-h200.json", 16384), round_trips("large-h200.json", 1048576)
+    wide = round_trips("wide-h200.json", 1024)
+    assert f"16,384 rows take {few[0]:.0f} us and five CuPy calls {few[1]:.0f};" in text
+    assert f"a million take {million[0] / 1e3:.1f} ms and {million[1] / 1e3:.1f}]" in text
+    assert f"at 1,024 rows: {wide[0]:.0f} us and {wide[1]:.0f}]" in text
 
 
 def test_the_readme_is_one_screen():
