@@ -56,6 +56,32 @@ def test_blocks_of_rows_leave_no_seam(canonical, rng):
 
 
 @given(data=st.data())
+def test_any_net_in_any_layout_and_dtype_is_within_the_bound(data):
+    """Depth, widths, biases, activations, dtypes of weights and x, layout, scale and leading axes, all drawn."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    sizes = data.draw(st.lists(st.integers(0, 40), min_size=2, max_size=6))
+    dtype = data.draw(st.sampled_from(["float32", "float64"]))
+    net = random_net(rng, sizes, dtype, scale=data.draw(st.sampled_from([1e-6, 0.3, 3.0])))
+    codes = "?bBhHefiIlLd" if dtype == "float64" else "?bBhHef"
+    x = rng.standard_normal((*data.draw(st.lists(st.integers(0, 5), max_size=3)), sizes[0])) * 50
+    x = (np.abs(x) if (code := data.draw(st.sampled_from(codes))).isupper() else x).astype(code)
+    layout = data.draw(st.sampled_from(["in_out", "out_in"]))
+    y = net.mlp(weight_layout=layout)(x, device="cpu")
+    assert (y.dtype, y.shape) == (dtype, (*x.shape[:-1], sizes[-1]))
+    assert worst(net, y, x.astype(dtype)) <= 1
+    again = fused_mlp(
+        x.astype(dtype),
+        *(w.T if layout == "out_in" else w for w in net.weights),
+        biases=net.biases,
+        activation=net.network.activations[:-1],
+        out_activation=net.network.activations[-1],
+        weight_layout=layout,
+        device="cpu",
+    )
+    assert worst(net, again, x.astype(dtype)) <= 1
+
+
+@given(data=st.data())
 def test_any_view_gives_what_a_contiguous_copy_gives(data):
     """Any strides, order of axes, byte order, offset and alignment of x and out, in 1 to 4 dimensions."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
