@@ -238,21 +238,27 @@ class FusedCall:
     ----------
     network
         What to compute.
+    weight_layout
+        Of the weights, here and in every call: a remembered call gets the caller's own arrays.
     weights, biases
-        One CuPy array (K, N) a layer and one (N,) or None, of the network's dtype, aligned, any strides.
+        One CuPy array a layer, (K, N) or (N, K), and one (N,) or None, of the network's dtype, aligned, any strides.
     x, out
         CuPy arrays, already checked; out is None if the call allocates it.
     """
 
-    def __init__(self, network: Network, weights: Sequence[Any], biases: Sequence[Any], x: Any, out: Any) -> None:
+    def __init__(
+        self, network: Network, weight_layout: str, weights: Sequence[Any], biases: Sequence[Any], x: Any, out: Any
+    ) -> None:
         self._network = network
+        self._weight_layout = weight_layout
         self._packed = 5 * 8 * network.depth > ARGUMENT_BYTES
         self._call = _prepare(network, x, out, packed=self._packed)
         size = network.itemsize
         self._bounds = [(0, 0) if a is None else byte_bounds(a.shape, a.strides, size) for a in [*weights, *biases]]
+        k_axis, j_axis = (1, 0) if weight_layout == "out_in" else (0, 1)
         self._strides = [
-            *(w.strides[0] // size for w in weights),
-            *(w.strides[1] // size for w in weights),
+            *(w.strides[k_axis] // size for w in weights),
+            *(w.strides[j_axis] // size for w in weights),
             *(0 if b is None else b.strides[0] // size for b in biases),
         ]
 
@@ -271,10 +277,12 @@ class FusedCall:
             if any(hit):
                 inputs = [_copy(array) if its_hit else array for array, its_hit in zip(inputs, hit, strict=True)]
                 weights, biases, x = inputs[: len(weights)], inputs[len(weights) : -1], inputs[-1]
-                return FusedCall(self._network, weights, biases, x, out)(weights, biases, x, out)
+                apart = FusedCall(self._network, self._weight_layout, weights, biases, x, out)
+                return apart(weights, biases, x, out)
         if call.launcher is not None:
             if self._packed:
-                table = pack(cupy, self._network, weights, biases)
+                in_out = [w.T if self._weight_layout == "out_in" else w for w in weights]
+                table = pack(cupy, self._network, in_out, biases)
             else:
                 pointers = [w.data.ptr for w in weights] + [0 if b is None else b.data.ptr for b in biases]
                 table = _record(pointers + self._strides)

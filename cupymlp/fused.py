@@ -40,7 +40,8 @@ def fused_mlp(
     """One shot: the network with these weights, of x. Use `MLP` for calls that repeat: it prepares once.
 
     ``fused_mlp(x, W1, W2, W3)`` is ``relu(relu(x @ W1) @ W2) @ W3``. On GPU arrays it is one launch that reads the weight
-    arrays as they are at the call; nothing of them is copied to the host, converted or kept.
+    arrays as they are at the call; nothing of them is copied to the host, converted or kept. (Past 89 layers their addresses
+    outgrow a kernel's arguments, and the weights are packed on the GPU first.)
 
     Parameters
     ----------
@@ -70,10 +71,8 @@ def fused_mlp(
     key = None
     if device != "cpu" and is_cupy_array(x) and (biases is None or isinstance(biases, Sequence)):
         names = tuple(activation) if isinstance(activation, list) else activation
-        bias_list = biases if isinstance(biases, Sequence) else (None,) * len(weights)
-        key = fused_key(
-            (names, out_activation, weight_layout, precision, biases is None), (x, out, *weights, *bias_list)
-        )
+        bias_list = (None,) * len(weights) if biases is None else biases
+        key = fused_key((names, out_activation, weight_layout, precision), (x, out, *weights, *bias_list))
         known = find_fused(key)
         if known is not None:  # checked when it was first seen
             return known(weights, bias_list, x, out)
@@ -117,9 +116,8 @@ def _fused_on_gpu(
     with cupy.cuda.Device(x.data.device_id):
         ready = [aligned(w).astype(network.dtype, copy=False) for w in views]
         ready_biases = [None if b is None else aligned(b).astype(network.dtype, copy=False) for b in bias_views]
-        in_out = [w.T if weight_layout == "out_in" else w for w in ready]
-        call = FusedCall(network, in_out, ready_biases, x, y)
+        call = FusedCall(network, weight_layout, ready, ready_biases, x, y)
         if all(a is b for a, b in zip([*ready, *ready_biases], [*layers.weights, *layers.biases], strict=True)):
             remember_fused(key, call)
-        y = call(in_out, ready_biases, x, y)
+        y = call(ready, ready_biases, x, y)
     return y if out is None else out
