@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._checks import Device, as_numpy, check_call, check_device
-from ._gpu import cupy_or_error, gpu_problem
+from ._gpu import cupy_or_error, device_numbers, gpu_problem
 from .activations import ACTIVATIONS
 from .mlp import MLP
 from .reference import error_in_bounds, forward_and_bound
@@ -151,6 +152,7 @@ def verify(net: MLP, x: Any = None, *, batch: int = 16, seed: int = 0, device: D
         x = np.random.default_rng(seed).standard_normal((batch, network.sizes[0])).astype(network.dtype)
     x = as_numpy("x", x)
     check_call(network, x.shape, x.dtype, None, None)
+    rows = math.prod(x.shape[:-1])
     problem = gpu_problem()
     on_gpu = device == "cuda" or (device is None and problem is None)
     weights = [w.T for w in net.weights] if net.weight_layout == "out_in" else list(net.weights)
@@ -161,8 +163,8 @@ def verify(net: MLP, x: Any = None, *, batch: int = 16, seed: int = 0, device: D
         cupy = cupy_or_error("device='cuda'")
         gpu_x = cupy.asarray(x)
         results = [net(gpu_x).get() for _ in range(REPEATS)]
-        flat, alone = gpu_x.reshape(-1, x.shape[-1]), results[0].reshape(-1, network.sizes[-1])
-        some = {i * (len(flat) - 1) // (ROWS_ALONE - 1) for i in range(ROWS_ALONE)} if len(flat) else set()
+        flat, alone = gpu_x.reshape(rows, network.sizes[0]), results[0].reshape(rows, network.sizes[-1])
+        some = {i * (rows - 1) // (ROWS_ALONE - 1) for i in range(ROWS_ALONE)} if rows else set()
         rows_equal = all(_same_bits(net(flat[i]).get(), alone[i]) for i in some)
         chain = _cupy_chain(cupy, net, weights, gpu_x)
         comparisons.append(_compare("float64 reference", results[0], reference, bound, 1.0))
@@ -173,7 +175,7 @@ def verify(net: MLP, x: Any = None, *, batch: int = 16, seed: int = 0, device: D
             notes.append(
                 f"cupy.matmul itself is {own.in_bounds:.3g} bounds from the reference (is CUPY_TF32 set?), so it is no measure"
             )
-        name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
+        name = device_numbers(cupy.cuda.runtime.getDevice()).name
     else:
         if device is None:
             notes.append(f"no GPU, so the CPU path is verified: {problem}")
@@ -183,7 +185,7 @@ def verify(net: MLP, x: Any = None, *, batch: int = 16, seed: int = 0, device: D
     return Report(
         network=network.describe(),
         device=name,
-        batch=int(np.prod(x.shape[:-1], dtype=np.int64)),
+        batch=rows,
         comparisons=tuple(comparisons),
         repeats_equal=all(_same_bits(results[0], other) for other in results[1:]),
         rows_equal=rows_equal,

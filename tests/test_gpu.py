@@ -227,19 +227,22 @@ def test_a_broadcast_out_is_refused(cupy, canonical):
     assert (out == 3).all()
 
 
+@pytest.mark.parametrize("layout", ["in_out", "out_in"])
 @pytest.mark.parametrize("which", ["x", "first weight", "last weight", "bias"])
-def test_fused_mlp_whose_out_overlaps_an_input(cupy, rng, which):
+def test_fused_mlp_whose_out_overlaps_an_input(cupy, rng, which, layout):
     net = random_net(rng, (24, 24, 24), biases=[True, True], activations=["relu", "identity"])
     x = rng.standard_normal((24, 24)).astype("f4")
     arrays = {
-        "x": cupy.asarray(x), "first weight": cupy.asarray(net.weights[0]), "last weight": cupy.asarray(net.weights[1]),
+        "x": cupy.asarray(x),
+        "first weight": cupy.asarray((net.weights[0].T if layout == "out_in" else net.weights[0]).copy()),
+        "last weight": cupy.asarray((net.weights[1].T if layout == "out_in" else net.weights[1]).copy()),
         "bias": cupy.asarray(np.broadcast_to(net.biases[0], (24, 24)).copy()),
     }  # fmt: skip
     for _ in range(2):
         inputs = {name: array.copy() for name, array in arrays.items()}
         y = cupymlp.fused_mlp(
             inputs["x"], inputs["first weight"], inputs["last weight"],
-            biases=[inputs["bias"][11], cupy.asarray(net.biases[1])], out=inputs[which],
+            biases=[inputs["bias"][11], cupy.asarray(net.biases[1])], out=inputs[which], weight_layout=layout,
         )  # fmt: skip
         assert y is inputs[which]
         assert same_bits(y.get(), c_loop(net, x))
@@ -540,6 +543,10 @@ def test_fused_mlp_has_the_same_bits(cupy, rng, sizes, dtype, layout):
     )
     assert y is out
     assert same_bits(y.get(), c_loop(net, x))
+    again = cupymlp.fused_mlp(  # a remembered call, on the same arrays
+        cupy.asarray(x), *weights, biases=biases, activation=hidden, out_activation=last, weight_layout=layout, out=out
+    )
+    assert same_bits(again.get(), c_loop(net, x))
 
 
 def test_fused_mlp_reads_strided_weights_biases_and_x(cupy, rng):
@@ -564,12 +571,15 @@ def test_fused_mlp_widens_x_and_weights_to_their_common_dtype(cupy, rng):
     assert same_bits(y.get(), c_loop(net, x))
 
 
-def test_fused_mlp_deeper_than_the_kernel_arguments(cupy, rng):
+@pytest.mark.parametrize("layout", ["in_out", "out_in"])
+def test_fused_mlp_deeper_than_the_kernel_arguments(cupy, rng, layout):
     net = random_net(rng, (6, *[8] * 120, 3), activations=["relu"] * 120 + ["identity"])
     x = rng.standard_normal((5, 6)).astype("f4")
-    weights = [cupy.asarray(w) for w in net.weights]
+    weights = [cupy.asarray((w.T if layout == "out_in" else w).copy()) for w in net.weights]
     biases = [None if b is None else cupy.asarray(b) for b in net.biases]
-    assert same_bits(cupymlp.fused_mlp(cupy.asarray(x), *weights, biases=biases).get(), c_loop(net, x))
+    for _ in range(2):  # the second call is a remembered one
+        y = cupymlp.fused_mlp(cupy.asarray(x), *weights, biases=biases, weight_layout=layout)
+        assert same_bits(y.get(), c_loop(net, x))
 
 
 # --- Other libraries ----------------------------------------------------------------------------------------------------
@@ -672,6 +682,11 @@ def test_verify_on_the_gpu(cupy, dtype):
     assert report.ok, report
     assert {c.name for c in report.comparisons} == {"float64 reference", "cupy.matmul"}
     assert report.rows_equal is True
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 3), (7, 0, 4), (3, 0)], ids=str)
+def test_verify_nets_with_empty_layers(cupy, sizes):
+    assert cupymlp.verify(random_mlp(sizes, bias=True), device="cuda").ok
 
 
 def test_verify_fails_on_a_wrong_kernel(cupy, rng, monkeypatch):
