@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,14 +101,6 @@ def _gpu_subjects(cupy: Any, net: MLP, transposed: MLP, x: NDArray[Any]) -> list
     raw = kernel_for(plan, device_id).raw
     arguments = (gpu_x, y, cupy.asarray(pack(np, net.network, net.weights, net.biases)), batch)
 
-    def chain() -> Any:
-        h = gpu_x
-        for weight, name in zip(weights, net.network.activations, strict=True):
-            h = cupy.matmul(h, weight)
-            if name != "identity":
-                ACTIVATIONS[name].apply(h, h)
-        return h
-
     def copies() -> Any:
         return cupy.asnumpy(net(cupy.asarray(x)))
 
@@ -122,7 +115,7 @@ def _gpu_subjects(cupy: Any, net: MLP, transposed: MLP, x: NDArray[Any]) -> list
         Subject(CALL, lambda: net(gpu_x), ("host", "round_trip")),
         Subject(CUPY_EMPTY, lambda: cupy.empty(y.shape, y.dtype), ("host",)),
         Subject(FUSED, lambda: fused_mlp(gpu_x, *weights, out=y), everything),
-        Subject(CUPY_CHAIN, chain, ("host", "round_trip"), no_graph),
+        Subject(CUPY_CHAIN, partial(_chain, gpu_x, weights, net.network.activations), ("host", "round_trip"), no_graph),
         Subject(NUMPY_GPU, lambda: net(x, out=host_y, device="cuda"), ("round_trip",)),
         Subject(NUMPY_COPIES, copies, ("round_trip",)),
     ]
@@ -130,16 +123,16 @@ def _gpu_subjects(cupy: Any, net: MLP, transposed: MLP, x: NDArray[Any]) -> list
 
 def _cpu_subjects(net: MLP, x: NDArray[Any]) -> list[Subject]:
     out = np.empty((len(x), net.network.sizes[-1]), net.dtype)
-
-    def chain() -> Any:
-        h = x
-        for weight, name in zip(net.weights, net.network.activations, strict=True):
-            h = h @ weight
-            if name != "identity":
-                ACTIVATIONS[name].apply(h, h)
-        return h
-
     return [
         Subject(NUMPY_CPU, lambda: net(x, out=out, device="cpu"), ("round_trip",)),
-        Subject(NUMPY_CHAIN, chain, ("round_trip",)),
+        Subject(NUMPY_CHAIN, partial(_chain, x, net.weights, net.network.activations), ("round_trip",)),
     ]
+
+
+def _chain(h: Any, weights: Sequence[Any], activations: Sequence[str]) -> Any:
+    """The way without this library, NumPy's or CuPy's: one call a matmul, one an activation."""
+    for weight, name in zip(weights, activations, strict=True):
+        h = h @ weight
+        if name != "identity":
+            ACTIVATIONS[name].apply(h, h)
+    return h
