@@ -59,10 +59,7 @@ def is_foreign_gpu_array(array: object) -> bool:
     device = getattr(array, "__dlpack_device__", None)
     if device is not None and hasattr(array, "__dlpack__"):
         return int(device()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
-    # getattr runs the property, which raises something else than AttributeError for a torch tensor on the CPU
-    return "__cuda_array_interface__" in dir(type(array)) or "__cuda_array_interface__" in getattr(
-        array, "__dict__", {}
-    )
+    return hasattr(array, "__cuda_array_interface__")
 
 
 def view_foreign(array: Any) -> Any:

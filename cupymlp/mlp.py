@@ -282,11 +282,8 @@ class MLP:
             If there is none.
         """
         saved = _npz.load(path)
-        net = cls.__new__(cls)
-        weights = [_frozen(w.T if saved.weight_layout == "out_in" else w, saved.network.dtype) for w in saved.weights]
-        biases = [None if b is None else _frozen(b, saved.network.dtype) for b in saved.biases]
-        net._set(saved.network, saved.weight_layout, weights, biases)
-        return net
+        in_out = [w.T for w in saved.weights] if saved.weight_layout == "out_in" else saved.weights
+        return _rebuild(saved.network, saved.weight_layout, in_out, saved.biases)
 
     @classmethod
     def from_sklearn(cls, estimator: Any, *, output: str = "raw", dtype: DTypeLike | None = None) -> MLP:
@@ -322,6 +319,7 @@ def _rebuild(
     weights: list[NDArray[np.floating]],
     biases: list[NDArray[np.floating] | None],
 ) -> MLP:
+    """An MLP of what is checked already; weights in_out."""
     net = MLP.__new__(MLP)
     frozen = [_frozen(w, network.dtype) for w in weights]
     net._set(network, weight_layout, frozen, [None if b is None else _frozen(b, network.dtype) for b in biases])

@@ -22,15 +22,15 @@ from numpy.typing import ArrayLike, NDArray
 from .activations import ACTIVATIONS
 from .network import Network
 
-__all__ = ["error_in_bounds", "forward", "forward_and_bound"]
+__all__ = ["error_in_bounds", "forward_and_bound"]
 
 _SLACK = 1 + 1e-9  # the bound itself is computed in float64, of non-negative terms: far less than this is lost
 
 
-def forward(
+def forward_and_bound(
     network: Network, weights: Sequence[ArrayLike], biases: Sequence[ArrayLike | None], x: ArrayLike
-) -> NDArray[np.float64]:
-    """The network of x in float64.
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The network of x in float64, and the most by which a result in the network's dtype may differ from it.
 
     Parameters
     ----------
@@ -38,19 +38,6 @@ def forward(
         One (K, N) array a layer and one (N,) array or None.
     x
         Shape (..., K).
-
-    Returns
-    -------
-    array
-        Shape (..., N), float64.
-    """
-    return forward_and_bound(network, weights, biases, x)[0]
-
-
-def forward_and_bound(
-    network: Network, weights: Sequence[ArrayLike], biases: Sequence[ArrayLike | None], x: ArrayLike
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The network of x in float64, and the most by which a result in the network's dtype may differ from it.
 
     Returns
     -------
