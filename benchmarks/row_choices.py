@@ -1,4 +1,4 @@
-"""What the row kernel's block size, group size and held layers are worth: the measurement behind the constants of plan.py.
+"""What the row kernel's block size, group size and held layers are worth: what the constants of schedules/row.py rest on.
 
     python benchmarks/row_choices.py benchmarks/row-choices-h200.json
 
@@ -18,12 +18,13 @@ from unittest import mock
 import cupy
 import numpy as np
 
-from cupymlp import plan as planning
 from cupymlp._compile import kernel_for
 from cupymlp._gpu import device_numbers
 from cupymlp._pack import pack
 from cupymlp.bench.report import write_json
 from cupymlp.bench.timing import Subject, measure
+from cupymlp.plan import CONTIGUOUS
+from cupymlp.schedules import row as planning
 from cupymlp.verify import random_mlp
 
 NETS: dict[Sequence[int], str] = {
@@ -41,14 +42,14 @@ ROUNDS = 7
 
 
 def variants(block: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names of variants and the constants of plan.py that make them."""
+    """Names of variants and the constants of schedules/row.py that make them."""
     yield "as planned", {}
     for other in (32, 64, 128, 256, 512):
         if other != block:
             yield f"block {other}", {"ROW_BLOCK_LEAST": other, "ROW_BLOCK_MOST": other}
     for group in (16, 32, 48, 64):
         yield f"group {group}", {"ROW_GROUP_MOST": group, "ROW_GROUP_SHARING": group}
-    yield "nothing held", {"row_held": lambda network, block: (0, planning.ROW_GROUP_MOST)}  # noqa: ARG005
+    yield "nothing held", {"row_held": lambda network, block, group: 0}  # noqa: ARG005
 
 
 def main(path: str) -> None:
@@ -59,7 +60,7 @@ def main(path: str) -> None:
     rows: list[dict[str, Any]] = []
     for sizes, dtype in NETS.items():
         net = random_mlp(sizes, bias=True, dtype=dtype)
-        packed = cupy.asarray(pack(np, net.network, net.weights, net.biases))
+        packed = cupy.asarray(pack(np, "vectors", net.network, net.weights, net.biases))
         for batch in BATCHES:
             x = cupy.random.default_rng(0).standard_normal((batch, sizes[0]), dtype=net.dtype)
             want = net(x)
@@ -67,11 +68,11 @@ def main(path: str) -> None:
             plans: dict[str, Any] = {}
             for name, constants in variants(planning.row_block(net.network)):
                 with mock.patch.multiple(planning, **constants) if constants else contextlib.nullcontext():
-                    plan = planning.plan_gpu(net.network, batch, device)
-                if plan.options in [p.options for p in plans.values()]:
+                    plan = planning.plan_row(net.network, batch, device, CONTIGUOUS)
+                if plan.kernels[0].options in [p.kernels[0].options for p in plans.values()]:
                     continue
                 plans[name] = plan
-                raw = kernel_for(plan, device_id).raw
+                raw = kernel_for(plan.kernels[0], device_id).raw
                 y = cupy.full((batch, sizes[-1]), np.nan, dtype)
                 arguments = (x, y, packed, batch)
                 call = partial(raw, plan.grid, plan.block, arguments, shared_mem=plan.shared_bytes)

@@ -2,7 +2,8 @@
 // dot product in the one order of summation that gives every schedule the same bits.
 //
 // The network arrives as -D options, written by cupymlp/plan.py:
-//   MLP_T            float or double: weights, sums and outputs
+//   MLP_S            storage type of weights, biases, hidden activations and outputs: float, double, half_bits, bfloat16_bits
+//   MLP_T            type of the arithmetic: double for double, else float
 //   MLP_SIZES        K, hidden widths ..., N
 //   MLP_ACTIVATIONS  one Act:: a layer
 //   MLP_BIASES       one 0 or 1 a layer
@@ -12,18 +13,20 @@
 //   MLP_BATCH_DIMS   leading axes described by Rows; 0 when x and y are both contiguous
 #pragma once
 
+struct half_bits { unsigned short bits; };
+struct bfloat16_bits { unsigned short bits; };
+
+using S = MLP_S;
 using T = MLP_T;
 
-constexpr int V = 16 / sizeof(T);  // elements in a 16-byte vector: 4 float or 2 double
+constexpr int V = 16 / sizeof(S);  // elements of storage in 16 bytes: 8 of a half type, 4 float or 2 double
 
-struct alignas(16) Vector { T v[V]; };
+struct alignas(16) Vector { S v[V]; };  // of weights
+struct alignas(16) Group { T v[V]; };   // the activations that meet one Vector of weights
 
 #ifdef __CUDACC__
 #include "ptx.cuh"
 #endif
-
-struct half_bits { unsigned short bits; };
-struct bfloat16_bits { unsigned short bits; };
 
 enum class Act { identity, relu };
 
@@ -60,7 +63,7 @@ __device__ constexpr long long first_vector(int layer) {
     return sum;
 }
 
-// --- Kernel arguments: (const X* x, T* y, Weights weights, Rows rows) -----------------------------------
+// --- Kernel arguments: (const X* x, S* y, Weights weights, Rows rows) -----------------------------------
 
 using X = MLP_X_T;
 
@@ -68,8 +71,8 @@ using X = MLP_X_T;
 using Weights = const Vector*;
 #else
 struct Weights {               // one entry a layer; strides in elements
-    const T* weight[depth];    // W[k][j] at weight + k * k_stride + j * j_stride
-    const T* bias[depth];      // b[j] at bias + j * bias_stride; unused where the layer has none
+    const S* weight[depth];    // W[k][j] at weight + k * k_stride + j * j_stride
+    const S* bias[depth];      // b[j] at bias + j * bias_stride; unused where the layer has none
     long long k_stride[depth];
     long long j_stride[depth];
     long long bias_stride[depth];
@@ -98,7 +101,7 @@ __device__ __forceinline__ long long row_offset(const Rows& rows, const long lon
 }
 #endif
 
-// --- Conversions: x to T, exact or in NumPy's rounding ----------------------------------------------------
+// --- Conversions: x and storage to T, exact or in NumPy's rounding; T to storage, to nearest even -----------
 
 template <class From>
 __device__ __forceinline__ T convert(From v) {
@@ -113,6 +116,17 @@ __device__ __forceinline__ T convert(bfloat16_bits v) {
     return convert(__uint_as_float(static_cast<unsigned int>(v.bits) << 16));
 }
 
+__device__ __forceinline__ T narrow_to(T, T v) { return v; }
+__device__ __forceinline__ half_bits narrow_to(half_bits, float v) { return {float_to_half(v)}; }
+// On the bits, so that it needs no instruction of a recent GPU: round to nearest even; a NaN stays one.
+__device__ __forceinline__ bfloat16_bits narrow_to(bfloat16_bits, float v) {
+    const unsigned int bits = __float_as_uint(v);
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    const unsigned int rounded = nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u);
+    return {static_cast<unsigned short>(rounded >> 16)};
+}
+__device__ __forceinline__ S narrow(T v) { return narrow_to(S{}, v); }
+
 template <Access ACCESS, class Element>
 __device__ __forceinline__ Element load(const char* address) {
     if constexpr (ACCESS == Access::unaligned) {
@@ -125,42 +139,39 @@ __device__ __forceinline__ Element load(const char* address) {
 }
 
 template <Access ACCESS>
-__device__ __forceinline__ void store(char* address, T v) {
-    if constexpr (ACCESS == Access::unaligned) memcpy(address, &v, sizeof(T));
-    else *reinterpret_cast<T*>(address) = v;
+__device__ __forceinline__ void store(char* address, S v) {
+    if constexpr (ACCESS == Access::unaligned) memcpy(address, &v, sizeof(S));
+    else *reinterpret_cast<S*>(address) = v;
 }
 
 // One row of x or y. Element k of it is row_of_x(...)[k], however the array is laid out.
 struct RowOfX {
     const char* start;
     long long step;
-    __device__ __forceinline__ T operator[](int k) const {
-        return convert(load<MLP_X_ACCESS, X>(start + k * step));
-    }
+    __device__ __forceinline__ X raw(int k) const { return load<MLP_X_ACCESS, X>(start + k * step); }
+    __device__ __forceinline__ T operator[](int k) const { return convert(raw(k)); }
 };
 
 __device__ __forceinline__ RowOfX row_of_x(const X* x, const Rows& rows, long long row) {
     const char* base = reinterpret_cast<const char*>(x);
-#if MLP_BATCH_DIMS == 0
-    return {base + row * static_cast<long long>(FEATURES_IN * sizeof(X)), static_cast<long long>(sizeof(X))};
-#else
-    return {base + row_offset(rows, rows.x_stride, row), rows.x_feature};
+#if MLP_BATCH_DIMS > 0
+    if constexpr (MLP_X_ACCESS != Access::contiguous) return {base + row_offset(rows, rows.x_stride, row), rows.x_feature};
 #endif
+    return {base + row * static_cast<long long>(FEATURES_IN * sizeof(X)), static_cast<long long>(sizeof(X))};
 }
 
 struct RowOfY {
     char* start;
     long long step;
-    __device__ __forceinline__ void set(int j, T v) const { store<MLP_Y_ACCESS>(start + j * step, v); }
+    __device__ __forceinline__ void set(int j, T v) const { store<MLP_Y_ACCESS>(start + j * step, narrow(v)); }
 };
 
-__device__ __forceinline__ RowOfY row_of_y(T* y, const Rows& rows, long long row) {
+__device__ __forceinline__ RowOfY row_of_y(S* y, const Rows& rows, long long row) {
     char* base = reinterpret_cast<char*>(y);
-#if MLP_BATCH_DIMS == 0
-    return {base + row * static_cast<long long>(FEATURES_OUT * sizeof(T)), static_cast<long long>(sizeof(T))};
-#else
-    return {base + row_offset(rows, rows.y_stride, row), rows.y_feature};
+#if MLP_BATCH_DIMS > 0
+    if constexpr (MLP_Y_ACCESS != Access::contiguous) return {base + row_offset(rows, rows.y_stride, row), rows.y_feature};
 #endif
+    return {base + row * static_cast<long long>(FEATURES_OUT * sizeof(S)), static_cast<long long>(sizeof(S))};
 }
 
 // --- Arithmetic that keeps subnormal numbers --------------------------------------------------------------
@@ -172,17 +183,54 @@ __device__ __forceinline__ double fused_multiply_add(double a, double b, double 
 __device__ __forceinline__ float add(float a, float b) { return __fmaf_ieee_rn(a, 1.0f, b); }
 __device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
 
-// v < 0, false for NaN and for -0. For float32 on the bits, because the comparison obeys -ftz: the bits of
-// the negative numbers run from 0x80000001 (the least subnormal) to 0xff800000 (-infinity).
-__device__ __forceinline__ bool negative(float v) { return __float_as_uint(v) - 0x80000001u < 0x7f800000u; }
-__device__ __forceinline__ bool negative(double v) { return v < 0.0; }
+// v, or +0 if v <= 0: NaN stays. For float32 in ptx.cuh, because the comparison obeys -ftz.
+__device__ __forceinline__ double relu(double v) { return v <= 0.0 ? 0.0 : v; }
 
 // The activation table, CUDA side; cupymlp/activations.py is the other.
 template <Act ACT>
 __device__ __forceinline__ T activate(T v) {
-    if constexpr (ACT == Act::relu) return negative(v) ? T(0) : v;  // NaN stays NaN
+    if constexpr (ACT == Act::relu) return relu(v);
     else return v;
 }
+
+// What the next layer reads: the activation as storage holds it, one rounding a layer.
+__device__ __forceinline__ T stored(T v) { return convert(narrow(v)); }
+
+// --- A layer's weights ------------------------------------------------------------------------------------
+
+template <int L>
+struct Layer {
+    static constexpr int K = sizes[L];
+    static constexpr int N = sizes[L + 1];
+    static constexpr long long WEIGHTS_AT = first_vector(L);
+    static constexpr long long BIAS_AT = WEIGHTS_AT + weight_vectors(L);
+
+    // Vector i of the weights of output j: W[V * i .. V * i + V - 1][j], zero past K.
+    static __device__ __forceinline__ Vector weights_of(const Weights& weights, int i, int j) {
+#if MLP_PACKED
+        return load_vector(weights + WEIGHTS_AT + static_cast<long long>(i) * N + j);
+#else
+        const S* column = weights.weight[L] + j * weights.j_stride[L];
+        Vector r;
+#pragma unroll
+        for (int e = 0; e < V; ++e) {
+            const int k = i * V + e;
+            r.v[e] = k < K ? column[k * weights.k_stride[L]] : S{};
+        }
+        return r;
+#endif
+    }
+
+    // The bias of output j; -0 where the layer has none.
+    static __device__ __forceinline__ T bias_of(const Weights& weights, int j) {
+        if constexpr (!biases[L]) return -T(0);
+#if MLP_PACKED
+        else return convert(reinterpret_cast<const S*>(weights + BIAS_AT)[j]);
+#else
+        else return convert(weights.bias[L][j * weights.bias_stride[L]]);
+#endif
+    }
+};
 
 // --- The order of summation -------------------------------------------------------------------------------
 // sum over k of h[k] * w[k]: fused multiply-adds over blocks of 16 consecutive k, ascending, each block from
@@ -209,10 +257,10 @@ __device__ __forceinline__ T add_products(T sum, int first, H h, W w) {
         for (int c = 0; c < CHAINS; ++c) {
             const int k = c * SUM_BLOCK + i;
             if (k < COUNT) {
-                const Vector hv = h(first + k / V);
+                const Group hv = h(first + k / V);
 #pragma unroll
                 for (int e = 0; e < V; ++e)
-                    if (k + e < COUNT) block[c] = fused_multiply_add(hv.v[e], weights[k / V].v[e], block[c]);
+                    if (k + e < COUNT) block[c] = fused_multiply_add(hv.v[e], convert(weights[k / V].v[e]), block[c]);
             }
         }
     }

@@ -22,16 +22,16 @@ static_assert(0 <= MLP_HELD && MLP_HELD <= depth, "no more layers are held than 
 
 // --- Shared memory: the activations of even layers, then of odd layers ------------------------------------------
 
-// Vectors of the widest layer among 0, 2, 4, ... or 1, 3, 5, ...; the last layer's go straight to y.
+// Groups of the widest layer among 0, 2, 4, ... or 1, 3, 5, ...; the last layer's go straight to y.
 __device__ constexpr long long activation_vectors(int parity) {
     int widest = 0;
     for (int l = parity; l < depth; l += 2) widest = sizes[l] > widest ? sizes[l] : widest;
     return vectors(widest);
 }
-static_assert((activation_vectors(0) + activation_vectors(1)) * static_cast<long long>(sizeof(Vector)) == MLP_SHARED_BYTES,
+static_assert((activation_vectors(0) + activation_vectors(1)) * static_cast<long long>(sizeof(Group)) == MLP_SHARED_BYTES,
               "the plan and the kernel disagree");
 
-extern __shared__ Vector shared[];
+extern __shared__ Group shared[];
 
 // Call f(i, p) for i = threadIdx.x + p * MLP_BLOCK below COUNT. The trip count is a constant, so that loops over
 // it unroll and full rounds need no test.
@@ -46,53 +46,25 @@ __device__ __forceinline__ void share_among_threads(F f) {
         if (t < REST) f(t + ROUNDS * MLP_BLOCK, ROUNDS);
 }
 
-// --- A layer's weights ------------------------------------------------------------------------------------------
+// --- Weights that a thread holds ----------------------------------------------------------------------------------
 
 template <int L>
-struct Layer {
-    static constexpr int K = sizes[L];
-    static constexpr int N = sizes[L + 1];
+struct Share : Layer<L> {
+    using Layer<L>::K;
+    using Layer<L>::N;
     static constexpr int PER_THREAD = (N + MLP_BLOCK - 1) / MLP_BLOCK;  // outputs a thread computes
     static constexpr bool HELD = L < MLP_HELD && K > 0 && N > 0;        // an empty layer has nothing to hold
-    static constexpr long long WEIGHTS_AT = first_vector(L);
-    static constexpr long long BIAS_AT = WEIGHTS_AT + weight_vectors(L);
-
-    // Vector i of the weights of output j.
-    static __device__ __forceinline__ Vector weights_of(const Weights& weights, int i, int j) {
-#if MLP_PACKED
-        return load_vector(weights + WEIGHTS_AT + static_cast<long long>(i) * N + j);
-#else
-        const T* column = weights.weight[L] + j * weights.j_stride[L];
-        Vector r;
-#pragma unroll
-        for (int e = 0; e < V; ++e) {
-            const int k = i * V + e;
-            r.v[e] = k < K ? column[k * weights.k_stride[L]] : T(0);
-        }
-        return r;
-#endif
-    }
-
-    // The bias of output j; -0 where the layer has none.
-    static __device__ __forceinline__ T bias_of(const Weights& weights, int j) {
-        if constexpr (!biases[L]) return -T(0);
-#if MLP_PACKED
-        else return reinterpret_cast<const T*>(weights + BIAS_AT)[j];
-#else
-        else return weights.bias[L][j * weights.bias_stride[L]];
-#endif
-    }
 };
 
 // What a thread holds of layer L: the weights and biases of its outputs, or nothing.
-template <int L, bool HELD = Layer<L>::HELD>
+template <int L, bool HELD = Share<L>::HELD>
 struct Held {
     __device__ __forceinline__ explicit Held(const Weights&) {}
 };
 
 template <int L>
 struct Held<L, true> {
-    using Here = Layer<L>;
+    using Here = Share<L>;
     static constexpr int VECTORS = vectors(Here::K);
     Vector weight[Here::PER_THREAD][VECTORS];
     T bias[Here::PER_THREAD];
@@ -148,9 +120,9 @@ struct InputShare<COUNT, false> {
 
 // Compute layer L and all that follow it. in holds the activations of layer L, complete and visible; out is free.
 template <int L>
-__device__ __forceinline__ void run_layers(const HeldFrom<L>& held, const Weights& weights, Vector* in, Vector* out,
+__device__ __forceinline__ void run_layers(const HeldFrom<L>& held, const Weights& weights, Group* in, Group* out,
                                            const RowOfY& y) {
-    using Here = Layer<L>;
+    using Here = Share<L>;
     constexpr int HELD_GROUP = (Here::K + SUM_BLOCK - 1) / SUM_BLOCK * SUM_BLOCK;  // registers need constant indices
     const auto h = [in](int i) { return in[i]; };
     share_among_threads<Here::N, Here::HELD ? Here::PER_THREAD : 1>([&](int j, int p) {
@@ -163,7 +135,7 @@ __device__ __forceinline__ void run_layers(const HeldFrom<L>& held, const Weight
         if constexpr (Here::K == 0 && !biases[L]) sum = T(0);  // an empty sum
         const T v = activate<activations[L]>(sum);
         if constexpr (L == depth - 1) y.set(j, v);
-        else reinterpret_cast<T*>(out)[j] = v;
+        else reinterpret_cast<T*>(out)[j] = stored(v);
     });
     if constexpr (L < depth - 1) {
         __syncthreads();
@@ -173,12 +145,12 @@ __device__ __forceinline__ void run_layers(const HeldFrom<L>& held, const Weight
 
 extern "C" __global__ void __launch_bounds__(MLP_BLOCK, 1)
 mlp_row(const X* __restrict__ x,   // (batch, K), read through rows
-        T* __restrict__ y,         // (batch, N), written through rows
+        S* __restrict__ y,         // (batch, N), written through rows
         const Weights weights,     // packed, or the caller's arrays
         const Rows rows) {         // the batch size and, unless contiguous, the strides of x and y
     constexpr long long ODD_AT = activation_vectors(0);
-    Vector* const even = shared;
-    Vector* const odd = shared + ODD_AT;
+    Group* const even = shared;
+    Group* const odd = shared + ODD_AT;
 
     // Everything is requested before anything is waited for. The grid has no more blocks than there are rows.
     long long row = blockIdx.x;

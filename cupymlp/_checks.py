@@ -5,7 +5,7 @@ A message names the argument, what came, what is accepted, and what to do instea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Literal, cast
@@ -16,8 +16,9 @@ from numpy.typing import DTypeLike, NDArray
 from ._gpu import is_cupy_array, is_foreign_gpu_array, view_foreign
 from ._launch import aligned
 from .activations import ACTIVATIONS
-from .network import DTYPES, PRECISIONS, Network
+from .network import DTYPES, PRECISIONS, Network, numpy_dtype, precision_takes
 from .plan import readable_dtypes
+from .schedules import SCHEDULES
 
 __all__ = [
     "ActivationArgument",
@@ -29,6 +30,7 @@ __all__ = [
     "check_device",
     "check_same_device",
     "checked_activation",
+    "checked_schedule",
     "library_of",
     "make_network",
     "mixed_message",
@@ -39,6 +41,7 @@ __all__ = [
 
 LAYOUTS = ("in_out", "out_in")
 DEVICES = (None, "cuda", "cpu")
+ACCEPTED_DTYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
 
 Device = Literal["cuda", "cpu"] | None
 ActivationArgument = str | Sequence[str]
@@ -140,12 +143,13 @@ def make_network(
     dtypes = [w.dtype for w in layers.weights] + [b.dtype for b in layers.biases if b is not None]
     if x_dtype is not None:
         dtypes.append(x_dtype)
+    name = _network_dtype(dtypes, dtype)
     return _network_of(
         tuple(layers.sizes),
         _activation_names(activation, out_activation, len(layers.weights)),
         tuple(b is not None for b in layers.biases),
-        _network_dtype(dtypes, dtype),
-        _checked_precision(precision),
+        name,
+        _checked_precision(precision, name),
     )
 
 
@@ -156,22 +160,28 @@ def _network_of(*fields: Any) -> Network:
 
 
 def _network_dtype(dtypes: Sequence[Any], asked: DTypeLike | None) -> str:
-    names = ", ".join(sorted({dtype_name(d) for d in dtypes}))
     if asked is not None:
-        name = dtype_name(np.dtype(asked))
+        name = dtype_name(asked) if isinstance(asked, Hashable) else repr(asked)
         if name not in DTYPES:
-            raise TypeError(f"dtype is {name}; accepted: {' or '.join(DTYPES)}")
+            raise TypeError(f"dtype is {name}; accepted: {ACCEPTED_DTYPES}")
         return name
-    try:
-        name = np.result_type(*[np.dtype(dtype_name(d)) for d in dtypes]).name
-    except TypeError:
-        name = "no common dtype"
+    names = sorted({dtype_name(d) for d in dtypes})
+    name = _common_dtype(*names) or "no common dtype"
     if name not in DTYPES:
         raise TypeError(
-            f"the arrays have dtype {names}, which makes {name}; accepted: {' or '.join(DTYPES)}. Convert them first, as "
-            "with array.astype('float32')"
+            f"the arrays have dtype {', '.join(names)}, which makes {name}; accepted: {ACCEPTED_DTYPES}. Convert them first, "
+            "as with array.astype('float32')"
         )
     return name
+
+
+@cache
+def _common_dtype(*names: str) -> str | None:
+    """The name of ``numpy.result_type`` of these dtypes; None if there is none, as of bfloat16 and float16."""
+    try:
+        return str(np.result_type(*map(numpy_dtype, names)).name)
+    except TypeError:
+        return None
 
 
 def _activation_names(activation: ActivationArgument, out_activation: str, depth: int) -> tuple[str, ...]:
@@ -199,10 +209,26 @@ def checked_activation(argument: str, name: object) -> str:
     return name
 
 
-def _checked_precision(precision: object) -> str:
+def _checked_precision(precision: object, dtype: str) -> str:
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; accepted: {', '.join(map(repr, PRECISIONS))}")
+    if not precision_takes(str(precision), dtype):
+        raise ValueError(
+            f"precision is {precision!r} and the network is {dtype}; accepted: {precision!r} for float32 networks only. Use "
+            "precision='ieee', or convert the weights (and x) to float32"
+        )
     return str(precision)
+
+
+def checked_schedule(schedule: object) -> str | None:
+    if schedule is None:
+        return None
+    if schedule not in tuple(SCHEDULES):
+        raise ValueError(
+            f"schedule is {schedule!r}; accepted: {', '.join(map(repr, SCHEDULES))}, or None for the one that is expected to "
+            "be the fastest"
+        )
+    return str(schedule)
 
 
 # --- Checks: a call ---------------------------------------------------------------------------------------------------
@@ -226,10 +252,13 @@ def check_call(
     name = dtype_name(dtype)
     if name not in readable_dtypes():
         raise TypeError(f"x has dtype {name}; accepted: real numbers that {network.dtype} can hold")
-    if np.result_type(np.dtype(dtype).newbyteorder("="), network.dtype) != network.dtype:
+    common = _common_dtype(name, network.dtype)
+    if common != network.dtype:
+        advice = "" if common is None else f", or make the network with dtype={common!r}"
         raise TypeError(
-            f"x has dtype {name} and the network is {network.dtype}, which would narrow it: convert x with "
-            f"x.astype({network.dtype!r}), or make the network with dtype={np.result_type(name, network.dtype).name!r}"
+            f"x has dtype {name} and the network is {network.dtype}, which "
+            f"{'have no common dtype' if common is None else 'would narrow it'}: convert x with "
+            f"x.astype({network.dtype!r}){advice}"
         )
     if out_shape is None:
         return
@@ -293,7 +322,7 @@ def as_cupy(name: str, array: Any, *, writable: bool = False) -> Any:
 def _check_float(name: str, array: Any) -> None:
     dtype = dtype_name(array.dtype)
     if dtype not in readable_dtypes():
-        raise TypeError(f"{name} has dtype {dtype}; accepted: real numbers, as {' or '.join(DTYPES)}")
+        raise TypeError(f"{name} has dtype {dtype}; accepted: real numbers, as {ACCEPTED_DTYPES}")
 
 
 def to_host(array: Any, name: str) -> NDArray[Any]:

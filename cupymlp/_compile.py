@@ -11,9 +11,9 @@ from typing import Any
 
 from ._gpu import cupy_or_error
 from ._source import kernel_source
-from .plan import Plan
+from .plan import KernelPlan, Plan
 
-__all__ = ["COMPILE_OPTIONS", "Kernel", "kernel_for", "source_name", "with_registers"]
+__all__ = ["COMPILE_OPTIONS", "Kernel", "kernel_for", "with_registers"]
 
 COMPILE_OPTIONS: tuple[str, ...] = ("-std=c++17",)
 DEFAULT_SHARED_BYTES = 48 * 1024  # what a kernel may be launched with before it is asked for more
@@ -39,22 +39,18 @@ _kernels: dict[tuple[int, str, tuple[str, ...]], Kernel] = {}
 _lock = threading.Lock()
 
 
-def source_name(plan: Plan) -> str:
-    """The file of cuda_src that a plan's kernel comes from; the kernel has the file's name."""
-    return f"mlp_{plan.schedule}.cu"
-
-
-def _key(plan: Plan, device_id: int) -> tuple[int, str, tuple[str, ...]]:
-    return device_id, plan.schedule, plan.options
+def _key(kernel: KernelPlan, device_id: int) -> tuple[int, str, tuple[str, ...]]:
+    return device_id, kernel.name, kernel.options
 
 
 def with_registers(plan: Plan, device_id: int) -> Plan:
-    """The plan, with the registers that its kernel takes if it is compiled already."""
-    kernel = _kernels.get(_key(plan, device_id))
-    return plan if kernel is None else replace(plan, registers=kernel.registers)
+    """The plan, with the registers that its kernels take if they are compiled already."""
+    compiled = [_kernels.get(_key(kernel, device_id)) for kernel in plan.kernels]
+    kernels = zip(plan.kernels, compiled, strict=True)
+    return replace(plan, kernels=tuple(k if c is None else replace(k, registers=c.registers) for k, c in kernels))
 
 
-def kernel_for(plan: Plan, device_id: int) -> Kernel:
+def kernel_for(plan: KernelPlan, device_id: int) -> Kernel:
     """The kernel of a plan, compiled at the first call. The device must be the current one."""
     key = _key(plan, device_id)
     kernel = _kernels.get(key)
@@ -66,11 +62,10 @@ def kernel_for(plan: Plan, device_id: int) -> Kernel:
     return kernel
 
 
-def _compile(plan: Plan) -> Kernel:
+def _compile(plan: KernelPlan) -> Kernel:
     cupy = cupy_or_error("compiling a kernel")
-    name = source_name(plan)
-    module = cupy.RawModule(code=kernel_source(name), options=COMPILE_OPTIONS + plan.options)
-    raw = module.get_function(name.removesuffix(".cu"))
+    module = cupy.RawModule(code=kernel_source(f"{plan.name}.cu"), options=COMPILE_OPTIONS + plan.options)
+    raw = module.get_function(plan.name)
     if plan.shared_bytes > DEFAULT_SHARED_BYTES:
         raw.max_dynamic_shared_size_bytes = plan.shared_bytes
     return Kernel(raw, raw.num_regs, raw.local_size_bytes)

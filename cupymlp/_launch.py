@@ -1,4 +1,4 @@
-"""The one launch: weights on a device, arguments, shared memory, current stream.
+"""The launch: weights on a device, arguments, shared memory, current stream.
 
 Two kinds of call share it. An `MLP` has packed weights, uploaded once a device, and remembers what it prepared for each
 combination of shapes, strides and dtypes, so that a repeated call costs a dictionary look-up and the launch. `fused_mlp`
@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ._chain import Chain, cublas_reads, record, refuse_in_capture
 from ._compile import kernel_for
 from ._gpu import cupy_or_error, device_numbers
 from ._pack import pack
 from ._strides import byte_bounds, merge_axes
-from .network import Network
-from .plan import CONTIGUOUS, Access, plan_gpu
+from .network import Network, numpy_dtype
+from .plan import CONTIGUOUS, Access
+from .schedules import plan_gpu
 
 __all__ = ["FusedCall", "PackedNet", "aligned", "find_fused", "fused_key", "remember_fused"]
 
@@ -35,7 +37,8 @@ ARGUMENT_BYTES = 4096 - 512  # of kernel arguments that every driver takes, less
 class _Call:
     """Everything about a call that its shapes, strides, dtypes and device determine."""
 
-    launcher: Any  # CuPy's Function; None if there is nothing to compute
+    launcher: Any  # CuPy's Function, or a Chain of them; None if there is nothing to compute
+    layout: str  # of the weights that the kernel reads
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
@@ -45,13 +48,13 @@ class _Call:
     out_shape: tuple[int, ...]
 
 
-def _prepare(network: Network, x: Any, out: Any, *, packed: bool) -> _Call:
+def _prepare(network: Network, schedule: str | None, x: Any, out: Any, *, packed: bool) -> _Call:
     """Plan, compile and describe a call on the current device; out is None if it is still to be allocated."""
     shape, x_strides, x_dtype = x.shape, x.strides, x.dtype
     out_shape = (*shape[:-1], network.sizes[-1])
     batch = math.prod(shape[:-1])
     if batch == 0 or network.sizes[-1] == 0:
-        return _Call(None, (0, 0, 0), (0, 0, 0), 0, None, (0, 0), (0, 0), out_shape)
+        return _Call(None, "", (0, 0, 0), (0, 0, 0), 0, None, (0, 0), (0, 0), out_shape)
     x_itemsize, out_itemsize = x_dtype.itemsize, network.itemsize
     out_strides = _c_strides(out_shape, out_itemsize) if out is None else out.strides
     if any(length > 1 and step == 0 for length, step in zip(out_shape, out_strides, strict=True)):
@@ -76,25 +79,21 @@ def _prepare(network: Network, x: Any, out: Any, *, packed: bool) -> _Call:
         kind = "strided" if whole else "unaligned"
         axes, x_steps, out_steps = axes or (1,), x_steps or (0,), out_steps or (0,)
         access = Access(x_name, kind, kind, len(axes), packed)
-        rows = _record([batch, x_strides[-1], out_strides[-1], *axes, *x_steps, *out_steps])
-    _refuse_in_capture()
-    plan = plan_gpu(network, batch, device_numbers(device_id), access)
-    kernel = kernel_for(plan, device_id)
+        rows = record([batch, x_strides[-1], out_strides[-1], *axes, *x_steps, *out_steps])
+    refuse_in_capture()
+    plan = plan_gpu(network, batch, device_numbers(device_id), access, schedule)
+    chain = plan.rows_at_once > 0
     return _Call(
-        launcher=kernel.launcher(),
-        grid=(plan.grid[0], 1, 1),
-        block=(plan.block[0], 1, 1),
+        launcher=Chain(plan, access, device_id) if chain else kernel_for(plan.kernels[0], device_id).launcher(),
+        layout=plan.layout,
+        grid=(0, 0, 0) if chain else (plan.grid[0], 1, 1),
+        block=(0, 0, 0) if chain else (plan.block[0], 1, 1),
         shared_bytes=plan.shared_bytes,
         rows=rows,
         x_bounds=byte_bounds(shape, x_strides, x_itemsize),
         out_bounds=byte_bounds(out_shape, out_strides, out_itemsize),
         out_shape=out_shape,
     )
-
-
-def _record(numbers: Sequence[int]) -> NDArray[np.void]:
-    """64-bit integers as one kernel argument that is passed by value."""
-    return np.array(numbers, dtype=np.int64).view(f"V{8 * len(numbers)}")
 
 
 def _c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -130,18 +129,29 @@ class PackedNet:
     ----------
     network
         What to compute.
-    packed
-        Its weights, as `cupymlp._pack.pack` lays them out.
+    weights, biases
+        One (K, N) array a layer and one (N,) array or None, NumPy, of the network's dtype.
     check
         ``check(shape, dtype, out_shape, out_dtype)`` raises what a user should see if x or out does not fit; the last two
         are None if there is no out. Called when a combination is first seen.
+    schedule
+        Force this one; None: the planner chooses.
     """
 
-    def __init__(self, network: Network, packed: NDArray[np.floating], check: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        weights: Sequence[NDArray[Any]],
+        biases: Sequence[NDArray[Any] | None],
+        check: Callable[..., None],
+        schedule: str | None = None,
+    ) -> None:
         self._network = network
-        self._packed = packed
+        self._weights, self._biases = weights, biases
         self._check = check
-        self._on_device: dict[int, Any] = {}
+        self._schedule = schedule
+        self._dtype = numpy_dtype(network.dtype)
+        self._on_device: dict[tuple[int, str], Any] = {}
         self._calls: dict[tuple[Any, ...], _Call] = {}
         self._lock = threading.Lock()
         self._cupy = cupy_or_error("a call on the GPU")
@@ -178,11 +188,12 @@ class PackedNet:
         if call is None:
             call = self._prepare(key, x, out)
         if out is None:
-            out = self._ndarray(call.out_shape, self._network.dtype)
+            out = self._ndarray(call.out_shape, self._dtype)
         elif call.launcher is not None and _overlap(pointer, call.x_bounds, out_pointer, call.out_bounds):
             return self(_copy(x), out)  # as NumPy: the answer of arrays that do not overlap
         if call.launcher is not None:
-            call.launcher(call.grid, call.block, (x, out, self._on_device[device_id], call.rows), call.shared_bytes)
+            weights = self._on_device[device_id, call.layout]
+            call.launcher(call.grid, call.block, (x, out, weights, call.rows), call.shared_bytes)
         return out
 
     def _prepare(self, key: tuple[Any, ...], x: Any, out: Any) -> _Call:
@@ -195,34 +206,26 @@ class PackedNet:
                 raise ValueError(
                     f"x is on device {x.data.device_id} and out on device {out.data.device_id}: pass an out on x's device"
                 )
-        call = _prepare(self._network, x, out, packed=True)
+        call = _prepare(self._network, self._schedule, x, out, packed=True)
         if call.launcher is not None:
-            self._upload(x.data.device_id)
+            self._upload(x.data.device_id, call.layout)
         _remember(self._calls, key, call, self._lock)
         return call
 
-    def _upload(self, device_id: int) -> None:
+    def _upload(self, device_id: int, layout: str) -> None:
         """Put the weights on the current device, once. Waits until they are there: any stream may read them next."""
         with self._lock:
-            if device_id in self._on_device:
+            if (device_id, layout) in self._on_device:
                 return
-            _refuse_in_capture()
+            refuse_in_capture()
+            packed = pack(np, layout, self._network, self._weights, self._biases)
             # Memory of its own, not the pool's: freeing it waits for the kernels that may still read it, on any stream.
-            memory = self._cupy.cuda.MemoryPointer(self._cupy.cuda.Memory(max(self._packed.nbytes, 16)), 0)
-            weights = self._cupy.ndarray(self._packed.shape, self._packed.dtype, memptr=memory)
+            memory = self._cupy.cuda.MemoryPointer(self._cupy.cuda.Memory(max(packed.nbytes, 16)), 0)
+            weights = self._cupy.ndarray(packed.shape, packed.dtype, memptr=memory)
             stream = self._cupy.cuda.get_current_stream()
-            weights.set(self._packed, stream=stream)
+            weights.set(packed, stream=stream)
             stream.synchronize()
-            self._on_device[device_id] = weights
-
-
-def _refuse_in_capture() -> None:
-    cupy = cupy_or_error("a call on the GPU")
-    if cupy.cuda.get_current_stream().is_capturing():
-        raise RuntimeError(
-            "the first call with these shapes, strides and dtypes compiles a kernel and uploads weights, which a stream "
-            "that captures a CUDA graph does not allow: make the same call once before the capture"
-        )
+            self._on_device[device_id, layout] = weights
 
 
 # --- The caller's own weight arrays -----------------------------------------------------------------------------
@@ -232,7 +235,8 @@ class FusedCall:
     """One launch on the caller's own arrays, on their device: no weight is copied, packed or kept.
 
     Prepared for arrays of these shapes, strides, dtypes and alignments; called with any such arrays. Networks so deep that
-    the layers' pointers and strides outgrow a kernel's arguments are packed at each call.
+    the layers' pointers and strides outgrow a kernel's arguments are packed at each call, and so are weights for tensor cores
+    and those that cuBLAS cannot read for ``precision="library"``.
 
     Parameters
     ----------
@@ -244,15 +248,25 @@ class FusedCall:
         One CuPy array a layer, (K, N) or (N, K), and one (N,) or None, of the network's dtype, aligned, any strides.
     x, out
         CuPy arrays, already checked; out is None if the call allocates it.
+    schedule
+        Force this one; None: the planner chooses.
     """
 
     def __init__(
-        self, network: Network, weight_layout: str, weights: Sequence[Any], biases: Sequence[Any], x: Any, out: Any
+        self,
+        network: Network,
+        weight_layout: str,
+        weights: Sequence[Any],
+        biases: Sequence[Any],
+        x: Any,
+        out: Any,
+        schedule: str | None = None,
     ) -> None:
         self._network = network
         self._weight_layout = weight_layout
+        self._schedule = schedule
         self._packed = 5 * 8 * network.depth > ARGUMENT_BYTES
-        self._call = _prepare(network, x, out, packed=self._packed)
+        self._call = _prepare(network, schedule, x, out, packed=self._packed)
         size = network.itemsize
         self._bounds = [(0, 0) if a is None else byte_bounds(a.shape, a.strides, size) for a in [*weights, *biases]]
         k_axis, j_axis = (1, 0) if weight_layout == "out_in" else (0, 1)
@@ -261,13 +275,23 @@ class FusedCall:
             *(w.strides[j_axis] // size for w in weights),
             *(0 if b is None else b.strides[0] // size for b in biases),
         ]
+        if self._call.layout == "tensor":  # the plan is for packed weights whatever is asked
+            self._packed = True
+        elif self._call.layout == "arrays" and not self._packed and not self._cublas_reads_all():
+            self._packed = True
+            self._call = _prepare(network, schedule, x, out, packed=True)
+
+    def _cublas_reads_all(self) -> bool:
+        sizes, depth = self._network.sizes, self._network.depth
+        strides = zip(sizes, sizes[1:], self._strides[:depth], self._strides[depth : 2 * depth], strict=False)
+        return all(cublas_reads(*layer) is not None for layer in strides)
 
     def __call__(self, weights: Sequence[Any], biases: Sequence[Any], x: Any, out: Any) -> Any:
         """Launch, and return out. The device must be the current one."""
         call = self._call
         cupy = cupy_or_error("fused_mlp")
         if out is None:
-            out = cupy.ndarray(call.out_shape, self._network.dtype)
+            out = cupy.ndarray(call.out_shape, numpy_dtype(self._network.dtype))
         elif call.launcher is not None:
             inputs = [*weights, *biases, x]
             hit = [
@@ -277,15 +301,15 @@ class FusedCall:
             if any(hit):
                 inputs = [_copy(array) if its_hit else array for array, its_hit in zip(inputs, hit, strict=True)]
                 weights, biases, x = inputs[: len(weights)], inputs[len(weights) : -1], inputs[-1]
-                apart = FusedCall(self._network, self._weight_layout, weights, biases, x, out)
+                apart = FusedCall(self._network, self._weight_layout, weights, biases, x, out, self._schedule)
                 return apart(weights, biases, x, out)
         if call.launcher is not None:
             if self._packed:
                 in_out = [w.T if self._weight_layout == "out_in" else w for w in weights]
-                table = pack(cupy, self._network, in_out, biases)
+                table = pack(cupy, call.layout, self._network, in_out, biases)
             else:
                 pointers = [w.data.ptr for w in weights] + [0 if b is None else b.data.ptr for b in biases]
-                table = _record(pointers + self._strides)
+                table = record(pointers + self._strides)
             call.launcher(call.grid, call.block, (x, out, table, call.rows), call.shared_bytes)
         return out
 

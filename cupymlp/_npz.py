@@ -1,7 +1,8 @@
 """MLP.save and MLP.load: one ``.npz`` of plain arrays, without pickle.
 
 The archive holds ``header.npy``, a JSON text with the format version and the description of the network, and
-``weight_<layer>.npy`` and ``bias_<layer>.npy``. Everything that is read is compared with the header before memory is
+``weight_<layer>.npy`` and ``bias_<layer>.npy``; those of bfloat16 as uint16 with the same bits, since ``.npy`` has no
+bfloat16. Everything that is read is compared with the header before memory is
 taken for it.
 """
 
@@ -23,7 +24,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from .activations import ACTIVATIONS
-from .network import DTYPES, PRECISIONS, Network
+from .network import DTYPES, PRECISIONS, Network, numpy_dtype, precision_takes
 
 __all__ = ["FORMAT", "Saved", "load", "save"]
 
@@ -63,9 +64,9 @@ def save(
     }
     arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
     for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        arrays[f"weight_{layer}"] = weight
+        arrays[f"weight_{layer}"] = weight.view(_stored(network.dtype))
         if bias is not None:
-            arrays[f"bias_{layer}"] = bias
+            arrays[f"bias_{layer}"] = bias.view(_stored(network.dtype))
     place = Path(path)
     temporary = place.with_name(f"{place.name}.{secrets.token_hex(4)}.part")
     try:
@@ -75,6 +76,11 @@ def save(
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _stored(dtype: str) -> str:
+    """The dtype of a network's arrays in the file."""
+    return "uint16" if dtype == "bfloat16" else dtype
 
 
 def load(path: str | os.PathLike[str]) -> Saved:
@@ -153,12 +159,13 @@ def _read_header(archive: zipfile.ZipFile) -> tuple[Network, str]:
     def one_a_layer(known: Any) -> Any:
         return lambda v: isinstance(v, list) and len(v) == depth and all(known(item) for item in v)
 
+    dtype = field("dtype", lambda v: v in DTYPES)
     network = Network(
         tuple(sizes),
         tuple(field("activations", one_a_layer(lambda item: isinstance(item, str) and item in ACTIVATIONS))),
         tuple(field("biases", one_a_layer(lambda item: isinstance(item, bool)))),
-        field("dtype", lambda v: v in DTYPES),
-        field("precision", lambda v: v in PRECISIONS),
+        dtype,
+        field("precision", lambda v: v in PRECISIONS and precision_takes(v, dtype)),
     )
     return network, field("weight_layout", lambda v: v in ("in_out", "out_in"))
 
@@ -172,10 +179,12 @@ def _read_array(archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dty
             found_shape, fortran, found_dtype = read_header(file)
         except (ValueError, KeyError) as error:
             raise _WrongError(f"{name} cannot be read ({error})") from error
-        if found_shape != shape or found_dtype != np.dtype(dtype):
-            raise _WrongError(f"{name} is {found_dtype} {found_shape}; the header says {dtype} {shape}")
-        size = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+        stored = np.dtype(_stored(dtype))
+        if found_shape != shape or found_dtype != stored:
+            says = dtype if stored == dtype else f"{dtype} ({stored})"
+            raise _WrongError(f"{name} is {found_dtype} {found_shape}; the header says {says} {shape}")
+        size = int(np.prod(shape, dtype=object)) * stored.itemsize
         if info.file_size - file.tell() != size:
             raise _WrongError(f"{name} has {info.file_size - file.tell():,} bytes of data; its shape needs {size:,}")
-        data = np.frombuffer(file.read(), dtype=dtype)
+        data = np.frombuffer(file.read(), dtype=numpy_dtype(dtype))
     return data.reshape(shape[::-1]).T if fortran else data.reshape(shape)

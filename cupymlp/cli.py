@@ -9,7 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .bench import command as bench_command
 from .mlp import MLP
+from .network import DTYPES, PRECISIONS
+from .schedules import SCHEDULES
 from .verify import CANONICAL_SIZES, random_mlp, verify
 
 __all__ = ["main"]
@@ -20,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
         print(f"cupymlp: {error}", file=sys.stderr)
         return 2
 
@@ -40,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
             "--sizes", type=_sizes, default=CANONICAL_SIZES, help="widths of the random network (48,64,40,24)"
         )
         sub.add_argument("--bias", action="store_true", help="give the random network biases")
-        sub.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of the random network")
+        sub.add_argument("--dtype", default="float32", choices=DTYPES, help="of the random network")
+        sub.add_argument("--precision", default="ieee", choices=PRECISIONS, help="of the random network")
+        sub.add_argument("--schedule", choices=tuple(SCHEDULES), help="force this one on the GPU")
         sub.add_argument("--seed", type=int, default=0, help="of the random numbers")
         sub.add_argument("--batch", type=int, default=16, help="rows")
         sub.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
@@ -49,12 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         command("verify", _verify, "Compare with cupy.matmul and with a float64 reference, in units of a proven bound.")
     )
     network(command("plan", _plan, "Tell how a call would run, and why not otherwise."))
-    bench = command("bench", _bench, "Verify, then measure the latency table.")
-    bench.add_argument("--sizes", type=_sizes, default=CANONICAL_SIZES, help="widths of the network (48,64,40,24)")
-    bench.add_argument("--batches", type=_sizes, default=None, help="batch sizes (1,16,128,1024)")
-    bench.add_argument("--rounds", type=int, default=15, help="how often everything is measured")
-    bench.add_argument("--json", metavar="FILE", help="write the figures here too")
-    bench.add_argument("--commit", help="the commit to name in the JSON (default: what git says of the current folder)")
+    bench_command.add_arguments(
+        command("bench", _bench, "Verify, then measure many networks and batch sizes, or the latency table of one.")
+    )
     command("info", _info, "Print what a bug report needs.")
     return parser
 
@@ -71,10 +73,17 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _network(options: argparse.Namespace) -> MLP:
     if options.file is not None:
-        return MLP.load(options.file)
+        return MLP.load(options.file, schedule=options.schedule)
     if len(options.sizes) < 2:
         raise ValueError(f"--sizes has {len(options.sizes)} number; accepted: at least two, the features in and out")
-    return random_mlp(options.sizes, options.seed, bias=options.bias, dtype=options.dtype)
+    return random_mlp(
+        options.sizes,
+        options.seed,
+        bias=options.bias,
+        dtype=options.dtype,
+        precision=options.precision,
+        schedule=options.schedule,
+    )
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -89,16 +98,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from .bench.latency import BATCHES, latency_rows, verified
-    from .bench.report import table, write_json
-
-    report = verified(options.sizes, seed=0)
-    print(report, flush=True)
-    rows = list(latency_rows(options.sizes, options.batches or BATCHES, options.rounds))
-    print(table(rows))
-    if options.json:
-        write_json(options.json, rows, str(report), options.commit or _git_commit())
-    return 0
+    return bench_command.run(options, _git_commit)
 
 
 def _git_commit() -> str | None:

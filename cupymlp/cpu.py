@@ -1,6 +1,7 @@
 """The same network on the CPU: NumPy, a block of rows at a time, so that hidden layers stay in cache.
 
-It goes through NumPy's BLAS, which sums in an order of its own: it meets the error bound, not the kernels' bits.
+It goes through NumPy's BLAS, which sums in an order of its own: it meets the error bound, not the kernels' bits. float16 and
+bfloat16 networks are computed in float32 and rounded once a layer. Every ``precision`` is computed as ``ieee`` is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from ._strides import merge_axes
 from .activations import ACTIVATIONS
-from .network import Network
+from .network import Network, numpy_dtype
 from .plan import cpu_block_rows
 
 __all__ = ["run_cpu"]
@@ -32,7 +33,7 @@ def run_cpu(
     Parameters
     ----------
     weights, biases
-        One (K, N) array a layer and one (N,) array or None, of the network's dtype.
+        One (K, N) array a layer and one (N,) array or None, of the network's ``sum_dtype``.
     x
         Shape (..., K), any strides and byte order, of a dtype that widens to the network's. Not empty.
     out
@@ -41,20 +42,24 @@ def run_cpu(
     rows = math.prod(x.shape[:-1])
     step = min(rows, cpu_block_rows(network))
     x_rows, out_rows = _Rows(x), _Rows(out)
-    buffers: list[Any] = [np.empty((step, n), network.dtype) for n in network.sizes[1:-1]]
-    convert, in_place = not _is_plain(x, network.dtype), _is_plain(out, network.dtype)
+    dtype = network.sum_dtype
+    storage = None if network.dtype == dtype else numpy_dtype(network.dtype)
+    buffers: list[Any] = [np.empty((step, n), dtype) for n in network.sizes[1:-1]]
+    convert, in_place = not _is_plain(x, dtype), _is_plain(out, dtype)
     with np.errstate(all="ignore"):  # infinities and NaN are results here, as they are on the GPU
         for start in range(0, rows, step):
             count = min(step, rows - start)
             h = x_rows[start, count]
             if convert:
-                h = h.astype(network.dtype)
-            last = out_rows[start, count] if in_place else np.empty((count, network.sizes[-1]), network.dtype)
+                h = h.astype(dtype)
+            last = out_rows[start, count] if in_place else np.empty((count, network.sizes[-1]), dtype)
             for weight, bias, name, buffer in zip(weights, biases, network.activations, [*buffers, last], strict=True):
                 h = np.matmul(h, weight, out=buffer[:count])
                 if bias is not None:
                     h += bias
                 ACTIVATIONS[name].apply(h, h)
+                if storage is not None:
+                    h[...] = h.astype(storage)
             if not in_place:
                 out_rows[start, count] = last
 

@@ -14,6 +14,7 @@ from ._checks import (
     check_call,
     check_device,
     check_same_device,
+    checked_schedule,
     library_of,
     make_network,
     mixed_message,
@@ -22,6 +23,7 @@ from ._checks import (
 from ._gpu import cupy_or_error, is_cupy_array
 from ._launch import FusedCall, aligned, find_fused, fused_key, remember_fused
 from .mlp import MLP
+from .network import numpy_dtype
 
 __all__ = ["fused_mlp"]
 
@@ -36,6 +38,7 @@ def fused_mlp(
     precision: str = "ieee",
     out: Any = None,
     device: Device = None,
+    schedule: str | None = None,
 ) -> Any:
     """One shot: the network with these weights, of x. Use `MLP` for calls that repeat: it prepares once.
 
@@ -52,7 +55,7 @@ def fused_mlp(
         by CuPy first.
     out, device
         As for a call of an `MLP`.
-    biases, activation, out_activation, weight_layout, precision
+    biases, activation, out_activation, weight_layout, precision, schedule
         As for `MLP`.
 
     Returns
@@ -72,10 +75,11 @@ def fused_mlp(
     if device != "cpu" and is_cupy_array(x) and (biases is None or isinstance(biases, Sequence)):
         names = tuple(activation) if isinstance(activation, list) else activation
         bias_list = (None,) * len(weights) if biases is None else biases
-        key = fused_key((names, out_activation, weight_layout, precision), (x, out, *weights, *bias_list))
+        key = fused_key((names, out_activation, weight_layout, precision, schedule), (x, out, *weights, *bias_list))
         known = find_fused(key)
         if known is not None:  # checked when it was first seen
             return known(weights, bias_list, x, out)
+    schedule = checked_schedule(schedule)
     layers = read_layers("fused_mlp", weights, biases, weight_layout)
     on_gpu = library_of("x", x) == "gpu"
     if on_gpu != layers.on_gpu:
@@ -85,11 +89,12 @@ def fused_mlp(
     if not on_gpu:
         x = as_numpy("x", x)
         network = make_network(layers, activation, out_activation, precision, None, x_dtype=x.dtype)
-        net = MLP(weights, biases, activation, out_activation, weight_layout, precision, dtype=network.dtype)
+        options = {"dtype": network.dtype, "schedule": schedule}
+        net = MLP(weights, biases, activation, out_activation, weight_layout, precision, **options)
         return net(x, out, device=device)
     if device == "cpu":
         raise TypeError("x is on a GPU and device='cpu': pass NumPy arrays, or leave device out")
-    return _fused_on_gpu(key, x, layers, activation, out_activation, weight_layout, precision, out)
+    return _fused_on_gpu(key, x, layers, activation, out_activation, weight_layout, precision, out, schedule)
 
 
 def _fused_on_gpu(
@@ -101,6 +106,7 @@ def _fused_on_gpu(
     weight_layout: str,
     precision: str,
     out: Any,
+    schedule: str | None,
 ) -> Any:
     cupy = cupy_or_error("a GPU array")
     x = as_cupy("x", x)
@@ -114,9 +120,10 @@ def _fused_on_gpu(
     check_same_device(named)
     check_call(network, x.shape, x.dtype, None if y is None else y.shape, None if y is None else y.dtype)
     with cupy.cuda.Device(x.data.device_id):
-        ready = [aligned(w).astype(network.dtype, copy=False) for w in views]
-        ready_biases = [None if b is None else aligned(b).astype(network.dtype, copy=False) for b in bias_views]
-        call = FusedCall(network, weight_layout, ready, ready_biases, x, y)
+        dtype = numpy_dtype(network.dtype)
+        ready = [aligned(w).astype(dtype, copy=False) for w in views]
+        ready_biases = [None if b is None else aligned(b).astype(dtype, copy=False) for b in bias_views]
+        call = FusedCall(network, weight_layout, ready, ready_biases, x, y, schedule)
         if all(a is b for a, b in zip([*ready, *ready_biases], [*layers.weights, *layers.biases], strict=True)):
             remember_fused(key, call)
         y = call(ready, ready_biases, x, y)

@@ -18,6 +18,7 @@ from ._checks import (
     as_numpy,
     check_call,
     check_device,
+    checked_schedule,
     library_of,
     make_network,
     mixed_message,
@@ -29,10 +30,10 @@ from ._compile import with_registers
 from ._gpu import cupy_or_error, device_numbers, gpu_problem
 from ._host import run_on_gpu
 from ._launch import PackedNet
-from ._pack import pack
 from .cpu import run_cpu
-from .network import Network
-from .plan import Plan, plan_cpu, plan_gpu
+from .network import Network, numpy_dtype
+from .plan import Plan
+from .schedules import plan_cpu, plan_gpu
 
 __all__ = ["MLP"]
 
@@ -61,10 +62,26 @@ class MLP:
         ``"in_out"``: weights are (in, out), used as ``x @ W`` (NumPy, Keras, scikit-learn, JAX). ``"out_in"``: weights
         are (out, in), used as ``x @ W.T`` (``torch.nn.Linear``). Never guessed from shapes.
     precision
-        ``"ieee"``: one order of summation, the same bits for a row whatever the batch size, schedule or GPU.
+        The arithmetic on the GPU. Sums, biases and activations are float32 (float64 in float64 networks) in all of them, and
+        float16 and bfloat16 networks round to their dtype once a layer.
+
+        - ``"ieee"``: float32 and float64 networks have one order of summation, the same bits for a row whatever the batch
+          size, schedule or GPU. float16 and bfloat16 networks take tensor cores where the planner finds them faster, whose
+          order is their own: last bits may then depend on the batch size; ``schedule`` pins them.
+        - ``"tf32"`` (float32 networks): tensor cores, the operands of every product rounded to 11 significant bits.
+        - ``"split3"`` (float32 networks): each float32 operand is split into a float16 high and low part, after scaling each
+          row of activations, and each weight matrix, by a power of two; three tensor-core products make one of float32-grade.
+          Its bound is normwise: in units of the row's and the matrix' largest element.
+        - ``"library"``: cuBLAS, in its own order; bits may depend on the batch size.
+
+        On the CPU all four are computed as ``"ieee"`` is, more exactly than asked.
     dtype
         Convert the weights to this dtype, rounding if need be. None: ``numpy.result_type`` of weights and biases.
-        ``float32`` or ``float64``.
+        ``float16``, ``bfloat16`` (needs the package ml_dtypes), ``float32`` or ``float64``.
+    schedule
+        Force this schedule on the GPU, a name of ``cupymlp.schedules.SCHEDULES``, for tests and measurements, or to pin the
+        last bits of float16 and bfloat16 networks. None: the one that is expected to be the fastest. `plan` tells which.
+        A `PlanError` at the call if it cannot run the network. On the CPU it makes no difference.
 
     Raises
     ------
@@ -95,7 +112,9 @@ class MLP:
         precision: str = "ieee",
         *,
         dtype: DTypeLike | None = None,
+        schedule: str | None = None,
     ) -> None:
+        schedule = checked_schedule(schedule)
         layers = read_layers("MLP", weights, biases, weight_layout)
         host_weights = [to_host(w, name) for w, name in zip(layers.weights, layers.weight_names, strict=True)]
         host_biases = [None if b is None else to_host(b, f"biases[{i}]") for i, b in enumerate(layers.biases)]
@@ -105,6 +124,7 @@ class MLP:
             weight_layout,
             [_frozen(w.T if weight_layout == "out_in" else w, network.dtype) for w in host_weights],
             [None if b is None else _frozen(b, network.dtype) for b in host_biases],
+            schedule,
         )
 
     def _set(
@@ -113,11 +133,14 @@ class MLP:
         weight_layout: str,
         weights: list[NDArray[np.floating]],
         biases: list[NDArray[np.floating] | None],
+        schedule: str | None,
     ) -> None:
         self._network = network
         self._weight_layout = weight_layout
         self._weights = weights  # (in, out), whatever the caller's layout
         self._biases = biases
+        self._schedule = schedule
+        self._for_cpu: Any = None  # the weights and biases that the CPU path takes, made at the first call there
         self._seen: set[Any] = set()  # shapes and dtypes of NumPy arrays that were checked
         self._gpu: Any = None  # a PackedNet, made at the first call on a GPU
         self._cupy_ndarray: Any = None
@@ -131,13 +154,18 @@ class MLP:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of weights, sums and results."""
-        return np.dtype(self._network.dtype)
+        """The dtype of weights and results."""
+        return numpy_dtype(self._network.dtype)
 
     @property
     def weight_layout(self) -> str:
         """``in_out`` or ``out_in``, as it was made."""
         return self._weight_layout
+
+    @property
+    def schedule(self) -> str | None:
+        """The schedule that is forced on the GPU, if one is."""
+        return self._schedule
 
     @property
     def weights(self) -> tuple[NDArray[np.floating], ...]:
@@ -153,7 +181,7 @@ class MLP:
         return f"<cupymlp.MLP {self._network.describe()}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._network, self._weight_layout, self._weights, self._biases)
+        return _rebuild, (self._network, self._weight_layout, self._weights, self._biases, self._schedule)
 
     # --- Running it ---------------------------------------------------------------------------------------------
 
@@ -216,7 +244,7 @@ class MLP:
                 self._seen.clear()
             self._seen.add(seen)
         if out is None:
-            out = np.empty((*x.shape[:-1], self._network.sizes[-1]), self._network.dtype)
+            out = np.empty((*x.shape[:-1], self._network.sizes[-1]), self.dtype)
         elif not out.flags.writeable:
             raise ValueError("out is read-only: pass an array that can be written")
         use_gpu = device == "cuda" or (device is None and gpu_problem() is None)
@@ -229,14 +257,24 @@ class MLP:
         else:
             if np.may_share_memory(x, out):
                 x = x.copy()
-            run_cpu(self._network, self._weights, self._biases, x, out)
+            run_cpu(self._network, *self._on_cpu(), x, out)
         return cast("NDArray[np.floating]", out)
+
+    def _on_cpu(self) -> tuple[list[NDArray[np.floating]], list[NDArray[np.floating] | None]]:
+        """Weights and biases in the dtype of the sums: copies for float16 and bfloat16, which BLAS does not know."""
+        if self._for_cpu is None:
+            dtype = self._network.sum_dtype
+            self._for_cpu = (
+                [w.astype(dtype, copy=False) for w in self._weights],
+                [None if b is None else b.astype(dtype, copy=False) for b in self._biases],
+            )
+        return cast("tuple[list[NDArray[np.floating]], list[NDArray[np.floating] | None]]", self._for_cpu)
 
     def _on_gpu(self) -> Any:
         if self._gpu is None:
             cupy = cupy_or_error("device='cuda' or a GPU array")
-            packed = pack(np, self._network, self._weights, self._biases)
-            self._gpu = PackedNet(self._network, packed, partial(check_call, self._network))
+            check = partial(check_call, self._network)
+            self._gpu = PackedNet(self._network, self._weights, self._biases, check, self._schedule)
             self._cupy_ndarray = cupy.ndarray
         return self._gpu
 
@@ -259,31 +297,36 @@ class MLP:
             return plan_cpu(self._network, rows, "device='cpu' was asked for" if device == "cpu" else str(problem))
         cupy = cupy_or_error("device='cuda'")
         device_id = cupy.cuda.runtime.getDevice()
-        return with_registers(plan_gpu(self._network, rows, device_numbers(device_id)), device_id)
+        plan = plan_gpu(self._network, rows, device_numbers(device_id), schedule=self._schedule)
+        return with_registers(plan, device_id)
 
     # --- Files and other libraries' models ------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the network and its weights to a ``.npz`` file: plain arrays, no pickle. `MLP.load` reads it.
 
+        ``schedule`` is not written: it belongs to a GPU, not to the network. bfloat16 weights are written as their bits.
+
         The file is written beside its place and then moved there, so that an interrupted save leaves the old one.
         """
         _npz.save(path, self._network, self._weight_layout, self.weights, self.biases)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> MLP:
-        """Read what `MLP.save` wrote.
+    def load(cls, path: str | os.PathLike[str], *, schedule: str | None = None) -> MLP:
+        """Read what `MLP.save` wrote. ``schedule`` is as for `MLP`.
 
         Raises
         ------
         ValueError
-            If the file is truncated, is something else, or was tampered with; the message says what is wrong.
+            If the file is truncated, is something else, or was tampered with; the message says what is wrong. For an unknown
+            schedule.
         FileNotFoundError
             If there is none.
         """
+        schedule = checked_schedule(schedule)
         saved = _npz.load(path)
         in_out = [w.T for w in saved.weights] if saved.weight_layout == "out_in" else saved.weights
-        return _rebuild(saved.network, saved.weight_layout, in_out, saved.biases)
+        return _rebuild(saved.network, saved.weight_layout, in_out, saved.biases, schedule)
 
     @classmethod
     def from_sklearn(cls, estimator: Any, *, output: str = "raw", dtype: DTypeLike | None = None) -> MLP:
@@ -318,16 +361,18 @@ def _rebuild(
     weight_layout: str,
     weights: list[NDArray[np.floating]],
     biases: list[NDArray[np.floating] | None],
+    schedule: str | None = None,
 ) -> MLP:
     """An MLP of what is checked already; weights in_out."""
     net = MLP.__new__(MLP)
     frozen = [_frozen(w, network.dtype) for w in weights]
-    net._set(network, weight_layout, frozen, [None if b is None else _frozen(b, network.dtype) for b in biases])
+    frozen_biases = [None if b is None else _frozen(b, network.dtype) for b in biases]
+    net._set(network, weight_layout, frozen, frozen_biases, schedule)
     return net
 
 
 def _frozen(array: NDArray[Any], dtype: str) -> NDArray[np.floating]:
     """A C-contiguous copy that cannot be made writable again: a view of a read-only array."""
-    copy = np.array(array, dtype=dtype, order="C", copy=True)
+    copy = np.array(array, dtype=numpy_dtype(dtype), order="C", copy=True)
     copy.flags.writeable = False
     return copy[:]

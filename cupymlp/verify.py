@@ -14,13 +14,15 @@ from ._checks import Device, as_numpy, check_call, check_device
 from ._gpu import cupy_or_error, device_numbers, gpu_problem
 from .activations import ACTIVATIONS
 from .mlp import MLP
-from .reference import error_in_bounds, forward_and_bound
+from .network import numpy_dtype
+from .reference import Order, error_in_bounds, forward_and_bound
 
 __all__ = ["Comparison", "Report", "random_mlp", "verify"]
 
 CANONICAL_SIZES = (48, 64, 40, 24)
 REPEATS = 5
 ROWS_ALONE = 8
+IN_BLOCKS = ("row", "tile", "layer")  # schedules that sum float16 and bfloat16 networks in blocks, too
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,24 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found: print it, or ask `ok`."""
+    """What `verify` found: print it, or ask `ok`.
+
+    Attributes
+    ----------
+    network, precision, device, batch
+        What was verified, on what.
+    comparisons
+        With what it was compared.
+    repeats_equal
+        Whether the same call gave the same bits each time.
+    rows_equal
+        Whether rows had the same bits in the batch and alone; None where that is not promised (a note tells), or not tried.
+    notes
+        What else is worth knowing, one line each.
+    """
 
     network: str
+    precision: str
     device: str
     batch: int
     comparisons: tuple[Comparison, ...]
@@ -75,7 +92,7 @@ class Report:
         return all(c.ok for c in self.comparisons) and self.repeats_equal and self.rows_equal is not False
 
     def __str__(self) -> str:
-        lines = [f"{self.network}, {self.batch:,} rows, on {self.device}", *self.notes]
+        lines = [f"{self.network}, precision {self.precision}, {self.batch:,} rows, on {self.device}", *self.notes]
         lines.append(f"{'compared with':<34} {'max error':>10} {'in bounds':>10} {'limit':>6} {'worst at':>14}")
         for c in self.comparisons:
             place = f"({c.row}, {c.column})"
@@ -108,13 +125,15 @@ def random_mlp(
         Of ``numpy.random.default_rng``.
     bias
         Whether the layers have biases.
+    dtype
+        ``float16``, ``bfloat16``, ``float32`` or ``float64``.
     **options
         Passed to `MLP`. Weights are drawn in the ``in_out`` layout and handed over in the layout asked for.
     """
-    rng = np.random.default_rng(seed)
+    rng, wanted = np.random.default_rng(seed), numpy_dtype(dtype)
     pairs = list(zip(sizes, sizes[1:], strict=False))
-    weights = [(rng.standard_normal((k, n)) * np.sqrt(2 / max(k, 1))).astype(dtype) for k, n in pairs]
-    biases = [rng.standard_normal(n).astype(dtype) for _, n in pairs] if bias else None
+    weights = [(rng.standard_normal((k, n)) * np.sqrt(2 / max(k, 1))).astype(wanted) for k, n in pairs]
+    biases = [rng.standard_normal(n).astype(wanted) for _, n in pairs] if bias else None
     if options.get("weight_layout") == "out_in":
         weights = [w.T for w in weights]
     return MLP(weights, biases, **options)
@@ -149,7 +168,7 @@ def verify(net: MLP, x: Any = None, *, batch: int = 16, seed: int = 0, device: D
     check_device(device)
     network = net.network
     if x is None:
-        x = np.random.default_rng(seed).standard_normal((batch, network.sizes[0])).astype(network.dtype)
+        x = np.random.default_rng(seed).standard_normal((batch, network.sizes[0])).astype(net.dtype)
     x = as_numpy("x", x)
     check_call(network, x.shape, x.dtype, None, None)
     rows = math.prod(x.shape[:-1])
@@ -166,8 +185,16 @@ def verify(net: MLP, x: Any = None, *, batch: int = 16, seed: int = 0, device: D
         flat, alone = gpu_x.reshape(rows, network.sizes[0]), results[0].reshape(rows, network.sizes[-1])
         some = {i * (rows - 1) // (ROWS_ALONE - 1) for i in range(ROWS_ALONE)} if rows else set()
         rows_equal = all(_same_bits(net(flat[i]).get(), alone[i]) for i in some)
-        chain = _cupy_chain(cupy, net, weights, gpu_x)
-        comparisons.append(_compare("float64 reference", results[0], reference, bound, 1.0))
+        if not _rows_promised(net):
+            notes.append(
+                f"bits {'equal' if rows_equal else 'differ'}, rows in the batch and alone; that they are equal is not promised "
+                f"for {network.dtype} with precision={network.precision!r}"
+                + ("" if network.precision == "library" else " unless schedule= pins one")
+            )
+            rows_equal = None
+        sharper = forward_and_bound(network, weights, net.biases, x, order=_order(net))[1]
+        comparisons.append(_compare("float64 reference", results[0], reference, sharper, 1.0))
+        chain = _cupy_chain(cupy, net, weights, x)
         own = _compare("cupy.matmul with the reference", chain, reference, bound, 1.0)
         if own.ok:
             comparisons.append(_compare("cupy.matmul", results[0], chain.astype(np.float64), bound, 2.0))
@@ -184,6 +211,7 @@ def verify(net: MLP, x: Any = None, *, batch: int = 16, seed: int = 0, device: D
         name = "the CPU"
     return Report(
         network=network.describe(),
+        precision=network.precision,
         device=name,
         batch=rows,
         comparisons=tuple(comparisons),
@@ -193,14 +221,32 @@ def verify(net: MLP, x: Any = None, *, batch: int = 16, seed: int = 0, device: D
     )
 
 
-def _cupy_chain(cupy: Any, net: MLP, weights: Sequence[NDArray[Any]], x: Any) -> NDArray[Any]:
-    h = x.astype(net.dtype)
+def _order(net: MLP) -> Order:
+    """The order of summation that the network has on a GPU, as the bound knows it."""
+    exact = net.network.dtype == net.network.sum_dtype
+    return "blocks" if net.network.precision == "ieee" and (exact or net.schedule in IN_BLOCKS) else "any"
+
+
+def _rows_promised(net: MLP) -> bool:
+    """Whether a row has the same bits whatever the batch size: not where schedules of different orders may be taken."""
+    if net.network.precision == "library":
+        return False
+    return net.network.dtype == net.network.sum_dtype or net.schedule is not None
+
+
+def _cupy_chain(cupy: Any, net: MLP, weights: Sequence[NDArray[Any]], x: NDArray[Any]) -> NDArray[Any]:
+    """The network of x by cupy.matmul in the dtype of the sums, each layer rounded to the network's (by NumPy)."""
+    dtype = net.network.sum_dtype
+    h = cupy.asarray(x.astype(dtype))
     for weight, bias, name in zip(weights, net.biases, net.network.activations, strict=True):
-        h = cupy.matmul(h, cupy.asarray(weight))
+        h = cupy.matmul(h, cupy.asarray(weight.astype(dtype)))
         if bias is not None:
-            h += cupy.asarray(bias)
+            h += cupy.asarray(bias.astype(dtype))
         ACTIVATIONS[name].apply(h, h)
-    return h.get()  # type: ignore[no-any-return]
+        if net.network.dtype != dtype:
+            with np.errstate(over="ignore"):
+                h = cupy.asarray(h.get().astype(net.dtype).astype(dtype))
+    return h.get().astype(net.dtype)  # type: ignore[no-any-return]
 
 
 def _same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:

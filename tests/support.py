@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from cupymlp import MLP
-from cupymlp._compile import source_name
 from cupymlp._pack import pack
 from cupymlp._source import find_cuda_src
-from cupymlp.network import Network
-from cupymlp.plan import CONTIGUOUS, Access, Device, Plan, plan_gpu
+from cupymlp.network import Network, numpy_dtype
+from cupymlp.plan import CONTIGUOUS, Access, Device, KernelPlan
+from cupymlp.schedules import plan_gpu
 
 HOST = Path(__file__).parent / "host"
 CANONICAL = (48, 64, 40, 24)
@@ -56,18 +56,22 @@ class Net:
     def mlp(self, **options) -> MLP:
         weights = [w.T for w in self.weights] if options.get("weight_layout") == "out_in" else self.weights
         hidden, last = self.network.activations[:-1], self.network.activations[-1]
+        options.setdefault("precision", self.network.precision)
         return MLP(weights, self.biases, hidden, last, **options)
 
 
-def random_net(rng, sizes: Sequence[int], dtype="float32", *, biases=None, activations=None, scale=None) -> Net:
+def random_net(
+    rng, sizes: Sequence[int], dtype="float32", *, biases=None, activations=None, scale=None, precision="ieee"
+) -> Net:
     """A random network; biases and activations are drawn unless they are given."""
     depth = len(sizes) - 1
     if biases is None:
         biases = rng.integers(0, 2, depth).astype(bool).tolist()
     if activations is None:
         activations = rng.choice(["relu", "identity"], depth).tolist()
-    network = Network(tuple(map(int, sizes)), tuple(activations), tuple(biases), dtype)
+    network = Network(tuple(map(int, sizes)), tuple(activations), tuple(biases), dtype, precision)
     pairs = list(zip(sizes, sizes[1:], strict=False))
+    dtype = numpy_dtype(dtype)
     weights = [(rng.standard_normal((k, n)) * (scale or np.sqrt(2 / max(k, 1)))).astype(dtype) for k, n in pairs]
     return Net(
         network, weights, [rng.standard_normal(n).astype(dtype) if b else None for (_, n), b in zip(pairs, biases)]
@@ -76,10 +80,21 @@ def random_net(rng, sizes: Sequence[int], dtype="float32", *, biases=None, activ
 
 def odd_values(rng, shape, dtype) -> np.ndarray:
     """Numbers of every kind: ordinary, huge, subnormal, zeros of both signs, infinities, NaN."""
-    info = np.finfo(dtype)
+    dtype = numpy_dtype(dtype)
+    info = pytest.importorskip("ml_dtypes").finfo(dtype) if dtype.kind == "V" else np.finfo(dtype)
     x = rng.standard_normal(shape).astype(dtype)
     special = np.array(
-        [0, -0.0, np.inf, -np.inf, np.nan, info.smallest_subnormal, -info.smallest_subnormal, info.tiny, info.max / 4],
+        [
+            0,
+            -0.0,
+            np.inf,
+            -np.inf,
+            np.nan,
+            info.smallest_subnormal,
+            -info.smallest_subnormal,
+            info.tiny,
+            float(info.max) / 4,
+        ],
         dtype,
     )
     tiny = (rng.standard_normal(shape) * float(info.tiny)).astype(dtype)
@@ -147,11 +162,11 @@ def _has_fma() -> bool:
 def c_loop(net: Net, x: np.ndarray) -> np.ndarray:
     """The network of x by the plain C loop of section 3: x (rows, K) of the network's dtype."""
     network = net.network
-    dtype = np.dtype(network.dtype)
+    dtype = np.dtype(network.sum_dtype)  # float32 stands for float16 and bfloat16, which C rounds to
     x = np.ascontiguousarray(x, dtype)
     y = np.empty((len(x), network.sizes[-1]), dtype)
     weights = np.concatenate([np.ascontiguousarray(w, dtype).ravel() for w in net.weights])
-    biases = np.concatenate([np.zeros(0, dtype), *(b for b in net.biases if b is not None)]).astype(dtype)
+    biases = np.concatenate([np.zeros(0, dtype), *(b.astype(dtype) for b in net.biases if b is not None)])
     widest = max(network.sizes)
     scratch = np.empty(2 * widest + 1, dtype)
     ints = [np.array(v, np.int32) for v in (network.sizes, [a == "relu" for a in network.activations], network.biases)]
@@ -163,7 +178,7 @@ def c_loop(net: Net, x: np.ndarray) -> np.ndarray:
         network.depth, *map(pointer, ints), pointer(weights), pointer(biases), pointer(x), pointer(y),
         ctypes.c_longlong(len(x)), pointer(scratch), widest,
     )  # fmt: skip
-    return y
+    return y.astype(numpy_dtype(network.dtype), copy=False)  # exact
 
 
 # --- The kernels on the host ----------------------------------------------------------------------------------------
@@ -201,8 +216,7 @@ class HostError(Exception):
 
 
 @functools.cache
-def build_host_kernel(plan: Plan, sanitizer: str, edit: tuple[str, str] | None = None) -> Path:
-    """Compile a plan's .cu file for the host. ``edit`` replaces a piece of a copy of cuda_src, for mutation tests."""
+def _build(kernel: KernelPlan, sanitizer: str, edit: tuple[str, str] | None) -> Path:
     if (problem := _sanitizer_works(sanitizer)) is not None:
         unavailable(problem)
     folder = Path(tempfile.mkdtemp(dir=_build_folder()))
@@ -211,18 +225,19 @@ def build_host_kernel(plan: Plan, sanitizer: str, edit: tuple[str, str] | None =
         shutil.copytree(sources, folder / "cuda_src")
         sources = folder / "cuda_src"
         changed = 0
-        for file in sources.iterdir():
+        for file in (sources / f"{kernel.name}.cu", *sources.glob("*.cuh")):
             text = file.read_text()
             changed += text.count(edit[0])
             file.write_text(text.replace(*edit))
         if changed != 1:
             raise ValueError(f"the edit {edit[0]!r} fits {changed} places, not one")
-    name = source_name(plan)
     program = folder / "run_kernel"
     command = [
         compiler(("g++", "clang++"), "CXX"), "-std=c++20", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing",
-        "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", *(["-mfma"] if _has_fma() else []),
-        *SANITIZERS[sanitizer], *plan.options, f'-DKERNEL_FILE="{name}"', f"-DKERNEL={name.removesuffix('.cu')}",
+        "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-parentheses", "-Wno-maybe-uninitialized",
+        *(["-mfma"] if _has_fma() else []), *SANITIZERS[sanitizer], *kernel.options,
+        f'-DKERNEL_FILE="{kernel.name}.cu"', f"-DKERNEL={kernel.name}",
+        f"-DTHREADS={kernel.block[0]}", f"-DSHARED_BYTES={kernel.shared_bytes}",
         "-include", str(HOST / "cuda_on_host.h"), "-I", str(sources), str(HOST / "run_kernel.cpp"), "-x", "c++",
         "-o", str(program),
     ]  # fmt: skip
@@ -232,10 +247,46 @@ def build_host_kernel(plan: Plan, sanitizer: str, edit: tuple[str, str] | None =
     return program
 
 
+def build_host_kernel(kernel: KernelPlan, sanitizer: str, edit: tuple[str, str] | None = None) -> Path:
+    """Compile a kernel's .cu file for the host. ``edit`` replaces a piece of a copy of cuda_src, for mutation tests."""
+    return _build(replace(kernel, grid=()), sanitizer, edit)
+
+
+def launch_on_host(
+    kernel: KernelPlan,
+    x: bytes,
+    y: bytes,
+    weights: bytes,
+    rows: bytes,
+    *,
+    sanitizer: str = "plain",
+    edit: tuple[str, str] | None = None,
+    grid: int | None = None,
+    past: tuple[int, int] = (0, 0),
+    starts: tuple[int, int] = (0, 0),
+    round_: tuple[int, int, int] = (0, 0, 0),
+) -> bytes:
+    """One launch, on copies of these arrays; returns y's bytes after it. run_kernel.cpp says what the numbers mean."""
+    program = build_host_kernel(kernel, sanitizer, edit)
+    data = (x, y, weights, rows)
+    head = np.array([grid or kernel.grid[0], *map(len, data), *past, *starts, *round_], np.int64)
+    with tempfile.TemporaryDirectory(dir=_build_folder()) as folder:
+        source, result = Path(folder, "in"), Path(folder, "out")
+        source.write_bytes(head.tobytes() + b"".join(data))
+        ran = subprocess.run(
+            [str(program), str(source), str(result)], capture_output=True, text=True, timeout=300, check=False
+        )
+        if ran.returncode:
+            raise HostError(ran.stderr[-4000:] or f"exit status {ran.returncode}")
+        return result.read_bytes()
+
+
 def run_on_host(
     net: Net,
     x: np.ndarray,
     *,
+    schedule: str = "row",
+    device: Device = H200,
     sanitizer: str = "plain",
     grid: int | None = None,
     access: Access = CONTIGUOUS,
@@ -248,27 +299,24 @@ def run_on_host(
     edit: tuple[str, str] | None = None,
     plan_edit: dict | None = None,
 ) -> np.ndarray | bytes:
-    """Run the row kernel on the host: x (rows, K) contiguous, or, with the other arguments, what they describe."""
-    plan = plan_gpu(net.network, len(x), H200, access)
+    """Run a schedule of one kernel on the host: x (rows, K) contiguous, or, with the other arguments, what they describe."""
+    plan = plan_gpu(net.network, len(x), device, access, schedule)
+    (kernel,) = plan.kernels
     if plan_edit:
-        plan = replace(plan, options=tuple(plan_edit.get(o, o) for o in plan.options))
-    program = build_host_kernel(replace(plan, batch=0, grid=(), launches=0), sanitizer, edit)
+        kernel = replace(kernel, options=tuple(plan_edit.get(o, o) for o in kernel.options))
     n = net.network.sizes[-1]
-    dtype = np.dtype(net.network.dtype)
-    data = [
+    dtype = numpy_dtype(net.network.dtype)
+    out = launch_on_host(
+        kernel,
         x_bytes if x_bytes is not None else np.ascontiguousarray(x).tobytes(),
         b"\xff" * (y_bytes if y_bytes is not None else len(x) * n * dtype.itemsize),
-        weights if weights is not None else pack(np, net.network, net.weights, net.biases).tobytes(),
+        weights if weights is not None else pack(np, plan.layout, net.network, net.weights, net.biases).tobytes(),
         rows if rows is not None else np.int64(len(x)).tobytes(),
-    ]
-    head = np.array([grid or len(x), *map(len, data), *past, *starts], np.int64)
-    with tempfile.TemporaryDirectory(dir=_build_folder()) as folder:
-        source, result = Path(folder, "in"), Path(folder, "out")
-        source.write_bytes(head.tobytes() + b"".join(data))
-        ran = subprocess.run(
-            [str(program), str(source), str(result)], capture_output=True, text=True, timeout=120, check=False
-        )
-        if ran.returncode:
-            raise HostError(ran.stderr[-4000:] or f"exit status {ran.returncode}")
-        out = result.read_bytes()
+        sanitizer=sanitizer,
+        edit=edit,
+        grid=grid,
+        past=past,
+        starts=starts,
+        round_=(0, 0, len(x)),
+    )
     return np.frombuffer(out, dtype).reshape(len(x), n) if y_bytes is None else out

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import CANONICAL, NETS, odd_values, random_net, same_bits
+from support import CANONICAL, NETS, c_loop, odd_values, random_net, same_bits
 
 import cupymlp
+import cupymlp.mlp
 from cupymlp import MLP, fused_mlp
 from cupymlp._gpu import gpu_problem
+from cupymlp.network import DTYPES, PRECISIONS, Network, numpy_dtype
 from cupymlp.plan import cpu_block_rows
 from cupymlp.reference import error_in_bounds, forward_and_bound
+from cupymlp.schedules import SCHEDULES
 from cupymlp.verify import random_mlp
+
+HALVES = ("float16", "bfloat16")
 
 
 def worst(net, y, x):
@@ -35,7 +43,7 @@ def canonical(rng):
 
 
 @pytest.mark.parametrize("layout", ["in_out", "out_in"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", NETS, ids=str)
 def test_results_are_within_the_bound(rng, sizes, dtype, layout):
     net = random_net(rng, sizes, dtype)
@@ -60,11 +68,12 @@ def test_any_net_in_any_layout_and_dtype_is_within_the_bound(data):
     """Depth, widths, biases, activations, dtypes of weights and x, layout, scale and leading axes, all drawn."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     sizes = data.draw(st.lists(st.integers(0, 40), min_size=2, max_size=6))
-    dtype = data.draw(st.sampled_from(["float32", "float64"]))
-    net = random_net(rng, sizes, dtype, scale=data.draw(st.sampled_from([1e-6, 0.3, 3.0])))
-    codes = "?bBhHefiIlLd" if dtype == "float64" else "?bBhHef"
+    name = data.draw(st.sampled_from(DTYPES))
+    net, dtype = random_net(rng, sizes, name, scale=data.draw(st.sampled_from([1e-6, 0.3, 3.0]))), numpy_dtype(name)
+    codes = {"float16": "?bBe", "bfloat16": "?bB", "float32": "?bBhHef", "float64": "?bBhHefiIlLd"}[name]
     x = rng.standard_normal((*data.draw(st.lists(st.integers(0, 5), max_size=3)), sizes[0])) * 50
-    x = (np.abs(x) if (code := data.draw(st.sampled_from(codes))).isupper() else x).astype(code)
+    code = data.draw(st.sampled_from([*codes, dtype]))
+    x = (np.abs(x) if code in ("B", "H", "I", "L") else x).astype(code)
     layout = data.draw(st.sampled_from(["in_out", "out_in"]))
     y = net.mlp(weight_layout=layout)(x, device="cpu")
     assert (y.dtype, y.shape) == (dtype, (*x.shape[:-1], sizes[-1]))
@@ -157,6 +166,160 @@ def test_bfloat16_x(canonical, rng):
     assert worst(canonical, canonical.mlp()(x, device="cpu"), x.astype("f4")) <= 1
 
 
+# --- float16 and bfloat16 -----------------------------------------------------------------------------------------------
+
+
+def ones(shape, dtype):
+    return np.ones(shape, numpy_dtype(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("float16", 4096), ("bfloat16", 1024)])
+def test_sums_are_kept_in_float32(dtype, count):
+    """Sums in float16 would stay at 2048, in bfloat16 at 256: from there one is less than half a unit."""
+    assert MLP([ones((count, 1), dtype)])(ones(count, dtype), device="cpu").tolist() == [count]
+
+
+def test_products_and_sums_beyond_float16_are_kept():
+    net = MLP([np.array([[300], [-300]], "f2")])
+    assert net(np.array([300, 300], "f2"), device="cpu").tolist() == [0]
+    assert net(np.array([300, 1], "f2"), device="cpu").tolist() == [np.inf]
+
+
+@pytest.mark.parametrize(("dtype", "odd"), [("float16", 2049), ("bfloat16", 257)])
+def test_a_layer_rounds_once_after_the_bias(dtype, odd):
+    """The sum is no number of the dtype; with the bias it is. Rounded before the bias, too, it would become odd - 1."""
+    net = MLP([ones((odd, 1), dtype), ones((1, 1), dtype)], [ones(1, dtype), None])
+    assert net(ones(odd, dtype), device="cpu").tolist() == [odd + 1]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_layer_rounds(dtype):
+    """The first layer gives 1 + 2^-13, which rounds to 1; the second takes 1 away."""
+    last = np.array([[1], [-1]], numpy_dtype(dtype))
+    first = np.array([[1, 1], [2**-13, 0]], numpy_dtype(dtype))
+    assert MLP([first, last])(ones(2, dtype), device="cpu").tolist() == [0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_bits_are_those_of_the_c_loop_where_sums_are_exact(rng, dtype):
+    """Small whole numbers: float32 sums are exact in any order, and the rounding to the dtype is not."""
+    net = random_net(rng, (40, 30, 20), dtype, biases=[True, False])
+    for array in (*net.weights, net.biases[0]):
+        array[...] = rng.integers(-9, 10, array.shape)
+    x = rng.integers(-9, 10, (50, 40)).astype(numpy_dtype(dtype))
+    assert same_bits(net.mlp()(x, device="cpu"), c_loop(net, x))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_subnormal_numbers_infinities_and_nan_are_kept(dtype):
+    least = {"float16": 2.0**-24, "bfloat16": 2.0**-133}[dtype]
+    x = (np.array([[3, -1, -2, 0], [np.inf, -np.inf, np.nan, 1]]) * least).astype(numpy_dtype(dtype))
+    y = MLP([np.eye(2, dtype="i1")] * 2, activation="identity", out_activation="relu", dtype=dtype)(
+        x.reshape(-1, 2), device="cpu"
+    ).reshape(2, 4)
+    np.testing.assert_array_equal(y[0].astype("f8"), np.array([3, 0, 0, 0]) * least)
+    np.testing.assert_array_equal(y[1].astype("f8"), [np.nan, np.nan, np.nan, np.nan])  # 0 * inf is NaN
+    single = MLP([np.eye(1)], activation="identity", out_activation="relu", dtype=dtype)
+    y = single(x[1][:, None], device="cpu")[:, 0].astype("f8")
+    np.testing.assert_array_equal(y, [np.inf, 0, np.nan, least])
+
+
+def test_weights_of_half_nets_are_widened_once(rng):
+    net = random_net(rng, (5, 4, 3), "float16").mlp()
+    x = rng.standard_normal((2, 5)).astype("f2")
+    net(x, device="cpu")
+    kept = net._for_cpu
+    net(x, device="cpu")
+    assert net._for_cpu is kept
+    assert kept[0][0].dtype == np.float32
+    whole = random_net(rng, (5, 4, 3)).mlp()
+    whole(x.astype("f4"), device="cpu")
+    assert all(np.shares_memory(a, b) for a, b in zip(whole._for_cpu[0], whole.weights))
+
+
+def test_bfloat16_without_ml_dtypes_is_one_clear_error():
+    program = """
+import sys, numpy as np, cupymlp
+assert "ml_dtypes" not in sys.modules
+sys.modules["ml_dtypes"] = None  # as if it were not installed
+from cupymlp.network import Network
+from cupymlp.reference import forward_and_bound
+network = Network((2, 2), ("relu",), (False,), "bfloat16")
+assert network.itemsize == 2
+assert forward_and_bound(network, [np.eye(2)], [None], [1.0, 2.0])[0].tolist() == [1, 2]
+net = cupymlp.MLP([np.eye(2, dtype="f4")])
+try:
+    cupymlp.MLP([np.eye(2)], dtype="bfloat16")
+except ImportError as error:
+    assert "pip install ml-dtypes" in str(error), error
+else:
+    sys.exit("no error")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+# --- precision and schedule ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_is_ieee_on_the_cpu(canonical, rng, precision):
+    x = rng.standard_normal((30, 48)).astype("f4")
+    net = canonical.mlp(precision=precision)
+    assert net.network.precision == precision
+    assert same_bits(net(x, device="cpu"), canonical.mlp()(x, device="cpu"))
+    y = fused_mlp(x, *canonical.weights, biases=canonical.biases, precision=precision, device="cpu")
+    assert same_bits(y, net(x, device="cpu"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_tf32_and_split3_are_for_float32(dtype, precision):
+    if dtype == "float32" or precision in ("ieee", "library"):
+        assert MLP([np.eye(2)], dtype=dtype, precision=precision).network == Network(
+            (2, 2), ("identity",), (False,), dtype, precision
+        )
+        return
+    with pytest.raises(
+        ValueError, match=f"precision is '{precision}' and the network is {dtype}; .* float32 networks only"
+    ):
+        MLP([np.eye(2)], dtype=dtype, precision=precision)
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+def test_a_schedule_is_kept_and_ignored_on_the_cpu(canonical, rng, tmp_path, schedule):
+    x = rng.standard_normal((3, 48)).astype("f4")
+    net = canonical.mlp(schedule=schedule)
+    assert net.schedule == schedule
+    want = canonical.mlp()(x, device="cpu")
+    assert same_bits(net(x, device="cpu"), want)
+    assert same_bits(fused_mlp(x, *canonical.weights, biases=canonical.biases, schedule=schedule, device="cpu"), want)
+    assert net.plan(3, device="cpu").schedule == "cpu"
+    for again in (copy.copy(net), copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert again.schedule == schedule
+    net.save(tmp_path / "net.npz")
+    assert MLP.load(tmp_path / "net.npz").schedule is None
+    assert MLP.load(tmp_path / "net.npz", schedule=schedule).schedule == schedule
+
+
+def test_the_schedule_is_handed_to_the_launch_and_to_the_planner(canonical, monkeypatch):
+    name, calls = next(iter(SCHEDULES)), []
+    monkeypatch.setattr(cupymlp.mlp, "PackedNet", lambda *arguments: calls.append(arguments))
+    fake = SimpleNamespace(ndarray=None, cuda=SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0)))
+    monkeypatch.setattr(cupymlp.mlp, "cupy_or_error", lambda asked: fake)
+    monkeypatch.setattr(cupymlp.mlp, "gpu_problem", lambda: None)
+    monkeypatch.setattr(cupymlp.mlp, "device_numbers", lambda device_id: "numbers")
+    monkeypatch.setattr(cupymlp.mlp, "plan_gpu", lambda *arguments, schedule: (*arguments, schedule))
+    monkeypatch.setattr(cupymlp.mlp, "with_registers", lambda plan, device_id: plan)
+    net = canonical.mlp(schedule=name)
+    net._on_gpu()
+    ((network, weights, biases, check, schedule),) = calls
+    assert (network, schedule) == (net.network, name)
+    assert all(same_bits(a, b) for a, b in zip(weights, canonical.weights, strict=True))
+    assert [b is None for b in biases] == [False, True, False]
+    check((2, 48), np.dtype("f4"), None, None)
+    assert net.plan(7) == (net.network, 7, "numbers", name)
+
+
 def test_lists_are_taken_as_numpy_takes_them():
     net = MLP([[[1.0, -1.0]]], activation="relu")
     assert net([[2.0], [3]], device="cpu").tolist() == [[2, -2], [3, -3]]
@@ -206,17 +369,30 @@ def test_both_layouts_of_a_square_net_differ_only_by_the_transpose(rng):
 
 
 def test_dtypes_of_a_network():
-    f4, f8, f2, i2 = (np.ones((2, 2), d) for d in ("f4", "f8", "f2", "i2"))
-    assert MLP([f4, f8]).dtype == np.float64
-    assert MLP([f4, f2]).dtype == np.float32
-    assert MLP([i2, f4]).dtype == np.float32
+    f4, f8, f2, i2, i1 = (np.ones((2, 2), d) for d in ("f4", "f8", "f2", "i2", "i1"))
+    bf = ones((2, 2), "bfloat16")
+    for weights, dtype in [
+        ([f4, f8], "float64"), ([f4, f2], "float32"), ([i2, f4], "float32"), ([f2], "float16"), ([f2, i1], "float16"),
+        ([f2, i2], "float32"), ([f2, f4 > 0], "float16"), ([bf], "bfloat16"), ([bf, i1], "bfloat16"), ([bf, f4], "float32"),
+        ([bf, f8], "float64"),
+    ]:  # fmt: skip
+        assert MLP(weights).dtype == numpy_dtype(dtype)
+        assert MLP(weights).weights[0].dtype == numpy_dtype(dtype)
     assert MLP([f8], dtype="float32").dtype == np.float32
+    for dtype in (np.float16, "f2", "float16", np.dtype(">f2")):
+        assert MLP([f8], dtype=dtype).weights[0].dtype == np.float16
+    for dtype in ("bfloat16", bf.dtype, bf.dtype.type):
+        assert MLP([f8], dtype=dtype).weights[0].dtype == bf.dtype
     assert MLP([f4.astype(">f4")]).weights[0].dtype == np.dtype("f4")
-    for weights, message in [([f2], "float16"), ([i2], "int16"), ([f4.astype("c8")], "complex64"), ([f4 > 0], "bool")]:
+    for weights, message in [
+        ([i2], "int16, which makes int16"), ([f4.astype("c8")], "complex64"), ([f4 > 0], "bool"),
+        ([bf, f2], "bfloat16, float16, which makes no common dtype"), ([bf, i2], "bfloat16, int16, which makes no common"),
+    ]:  # fmt: skip
         with pytest.raises(TypeError, match=message):
             MLP(weights)
-    with pytest.raises(TypeError, match="dtype is float16; accepted: float32 or float64"):
-        MLP([f4], dtype="float16")
+    for dtype in ("int8", "complex64", "half a float", ["f4"]):
+        with pytest.raises(TypeError, match=r"dtype is .*; accepted: float16, bfloat16, float32 or float64"):
+            MLP([f4], dtype=dtype)
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
@@ -267,8 +443,13 @@ def test_fused_mlp_computes_in_the_common_dtype():
     assert fused_mlp(np.ones(2, "f2"), w, device="cpu").dtype == np.float32
     assert fused_mlp(np.ones(2, "f8"), w, device="cpu").dtype == np.float64
     assert fused_mlp(np.ones(2, "f4"), w.astype("f8"), device="cpu").dtype == np.float64
-    with pytest.raises(TypeError, match="float16"):
-        fused_mlp(np.ones(2, "f2"), w.astype("f2"), device="cpu")
+    assert fused_mlp(np.ones(2, "f2"), w.astype("f2"), device="cpu").dtype == np.float16
+    assert fused_mlp(np.ones(2, "i1"), w.astype("f2"), device="cpu").dtype == np.float16
+    assert fused_mlp(np.ones(2, "f4"), w.astype("f2"), device="cpu").dtype == np.float32
+    assert fused_mlp(ones(2, "bfloat16"), w, device="cpu").dtype == np.float32
+    assert fused_mlp(ones(2, "bfloat16"), ones((2, 2), "bfloat16"), device="cpu").dtype == numpy_dtype("bfloat16")
+    with pytest.raises(TypeError, match="no common dtype"):
+        fused_mlp(np.ones(2, "f2"), ones((2, 2), "bfloat16"), device="cpu")
 
 
 # --- Errors: the argument, what came, what is accepted, what to do ----------------------------------------------------------
@@ -317,6 +498,30 @@ V = np.ones((4, 2), "f4")
         (lambda: MLP([W, V], activation=3), TypeError, "activation is a int; accepted: a name"),
         (lambda: MLP([W], out_activation="softmax"), ValueError, "out_activation is 'softmax'"),
         (lambda: MLP([W], precision="half"), ValueError, "precision is 'half'; accepted: 'ieee'"),
+        (
+            lambda: MLP([W], schedule="fast"),
+            ValueError,
+            "schedule is 'fast'; accepted: " + ", ".join(map(repr, SCHEDULES)) + ", or None",
+        ),
+        (lambda: fused_mlp(np.ones(3), W, schedule="fast"), ValueError, "schedule is 'fast'; accepted: 'row', "),
+        (lambda: MLP([W], schedule=["row"]), ValueError, r"schedule is \['row'\]; accepted"),
+        (
+            lambda: MLP([W], dtype="float16")(np.ones(3, "f4")),
+            TypeError,
+            r"x has dtype float32 and the network is float16, which would narrow it: convert x with x\.astype\('float16'\), "
+            "or make the network with dtype='float32'",
+        ),
+        (
+            lambda: MLP([W], dtype="bfloat16")(np.ones(3, "f2")),
+            TypeError,
+            "float16 and the network is bfloat16, which have no common dtype: convert x with",
+        ),
+        (lambda: MLP([W], dtype="float16")(np.ones(3, "i2")), TypeError, "int16 and the network is float16"),
+        (
+            lambda: fused_mlp(np.ones(3), W, precision="tf32"),
+            ValueError,
+            "precision is 'tf32' and the network is float64",
+        ),
         (lambda: MLP([W])(np.float32(1)), ValueError, r"x is 0-dimensional; accepted: an array \(\.\.\., 3\)"),
         (lambda: MLP([W])(None), TypeError, "x is None; accepted: an array"),
         (lambda: MLP([W])("x"), TypeError, "x is a str of dtype <U1"),

@@ -14,6 +14,7 @@ import pytest
 from support import NETS, random_net, same_bits
 
 from cupymlp import MLP
+from cupymlp.network import DTYPES, PRECISIONS
 
 
 def equal(a, b):
@@ -26,13 +27,30 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("layout", ["in_out", "out_in"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", NETS, ids=str)
 def test_round_trip(tmp_path, rng, sizes, dtype, layout):
     net = random_net(rng, sizes, dtype).mlp(weight_layout=layout)
     net.save(tmp_path / "net.npz")
     assert equal(MLP.load(tmp_path / "net.npz"), net)
     assert os.listdir(tmp_path) == ["net.npz"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_precision_is_kept(tmp_path, rng, precision):
+    random_net(rng, (3, 4), precision=precision).mlp().save(tmp_path / "net.npz")
+    assert MLP.load(tmp_path / "net.npz").network.precision == precision
+
+
+def test_bfloat16_is_saved_as_its_bits(tmp_path, rng):
+    """.npy has no bfloat16: anyone can read what is there, and unpack it with a shift."""
+    net = random_net(rng, (3, 4), "bfloat16", biases=[True])
+    net.mlp().save(tmp_path / "net.npz")
+    with np.load(tmp_path / "net.npz", allow_pickle=False) as file:
+        assert json.loads(str(file["header"]))["dtype"] == "bfloat16"
+        for name, array in (("weight_0", net.weights[0]), ("bias_0", net.biases[0])):
+            assert file[name].dtype == np.uint16
+            assert same_bits((file[name].astype("u4") << 16).view("f4"), array.astype("f4"))
 
 
 def test_the_file_is_plain_arrays_that_numpy_reads(tmp_path, rng):
@@ -167,7 +185,16 @@ BAD = {
     "an unknown activation": ({"header": header(activations=["relu", "gelu"])}, "activations is"),
     "an unhashable activation": ({"header": header(activations=["relu", []])}, "activations is"),
     "biases of another kind": ({"header": header(biases=[1, 0])}, "biases is"),
-    "an unknown dtype": ({"header": header(dtype="float16")}, "dtype is 'float16'"),
+    "an unknown dtype": ({"header": header(dtype="float8")}, "dtype is 'float8'"),
+    "a dtype that it does not have": (
+        {"header": header(dtype="float16")},
+        r"is float32 \(3, 4\); the header says float16",
+    ),
+    "a bfloat16 net with other arrays": ({"header": header(dtype="bfloat16")}, r"the header says bfloat16 \(uint16\)"),
+    "a precision that the dtype cannot have": (
+        {"header": header(dtype="float64", precision="tf32")},
+        "precision is 'tf32'",
+    ),
     "an unknown precision": ({"header": header(precision=None)}, "precision is None"),
     "an unknown layout": ({"header": header(weight_layout="torch")}, "weight_layout is 'torch'"),
 }

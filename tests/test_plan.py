@@ -12,24 +12,20 @@ from support import CANONICAL, H200, NETS
 from cupymlp import MLP, PlanError
 from cupymlp._gpu import gpu_problem
 from cupymlp.network import Network
-from cupymlp.plan import (
-    ROW_HELD_BYTES,
-    SCHEDULES,
-    Access,
-    activation_bytes,
-    cpu_block_rows,
-    layer_vectors,
-    packed_bytes,
-    plan_cpu,
-    plan_gpu,
-    row_held,
-)
+from cupymlp.plan import CONTIGUOUS, Access, cpu_block_rows, layer_vectors, packed_bytes
+from cupymlp.schedules import SCHEDULES, plan_cpu, plan_gpu
+from cupymlp.schedules.layer import SHAPES
+from cupymlp.schedules.row import ROW_GROUP_SHARING, ROW_HELD_BYTES, ROW_MIXED_BYTES, activation_bytes, row_held
 from cupymlp.verify import random_mlp
 
 
-def network(sizes, dtype="float32", bias=False):
+def network(sizes, dtype="float32", bias=False, precision="ieee"):
     depth = len(sizes) - 1
-    return Network(tuple(sizes), ("relu",) * depth, (bias,) * depth, dtype)
+    return Network(tuple(sizes), ("relu",) * depth, (bias,) * depth, dtype, precision)
+
+
+def row(net, batch, device=H200, access=CONTIGUOUS):
+    return plan_gpu(net, batch, device, access, "row")
 
 
 def test_planning_needs_no_cupy():
@@ -45,41 +41,48 @@ def test_the_canonical_plan():
     assert plan.weight_bytes == 4 * (48 * 64 + 64 * 40 + 40 * 24)
     assert plan.registers is None
     assert "all layers are held in registers" in str(plan)
-    assert [name for name, _ in plan.not_taken] == ["cpu"]
+    assert [name for name, _ in plan.not_taken] == ["cpu", *(name for name in SCHEDULES if name != "row")]
 
 
 @pytest.mark.parametrize(("batch", "grid"), [(1, 1), (2**31 - 1, 2**31 - 1), (2**40, 2**31 - 1)])
 def test_the_grid_is_the_batch_as_far_as_a_grid_goes(batch, grid):
-    assert plan_gpu(network(CANONICAL), batch, H200).grid == (grid,)
+    assert row(network(CANONICAL), batch).grid == (grid,)
 
 
 @pytest.mark.parametrize(
     ("widest", "block"), [(1, 64), (64, 64), (65, 96), (128, 128), (250, 256), (256, 256), (257, 256), (4000, 256)]
 )
 def test_a_block_covers_the_widest_layer(widest, block):
-    assert plan_gpu(network((3, widest, 2)), 1, H200).block == (block,)
+    assert row(network((3, widest, 2)), 1).block == (block,)
 
 
-def test_the_batch_size_is_no_constant_of_the_kernel():
-    """One kernel for up to a row a multiprocessor, one for more: never one a batch size."""
+@pytest.mark.parametrize(("schedule", "most"), [("row", 2), ("tile", 4), ("layer", 30)])
+def test_the_batch_size_is_no_constant_of_the_kernel(schedule, most):
+    """A few kernels for all batch sizes, and never one a batch size."""
     for sizes in NETS:
-        options = {plan_gpu(network(sizes), batch, H200).options for batch in range(1, 400)}
-        assert len(options) <= 2
-        held, _ = row_held(network(sizes), 64)
-        if held == len(sizes) - 1:
-            assert len(options) == 1
+        kernels = set()
+        for batch in (*range(1, 400), *range(400, 100_000, 997)):
+            kernels |= {k.options for k in plan_gpu(network(sizes), batch, H200, schedule=schedule).kernels}
+        assert len(kernels) <= most
+        if schedule == "row" and row_held(network(sizes), 64, ROW_GROUP_SHARING) == len(sizes) - 1:
+            assert len(kernels) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("sizes", [*NETS, (128,) * 5, (4096, 4096), (64,) * 40], ids=str)
 def test_registers_have_room_for_what_is_held(sizes, dtype):
     net = network(sizes, dtype)
-    block = plan_gpu(net, 1, H200).block[0]
-    held, group = row_held(net, block)
-    per_output = [-(-k * net.itemsize // 16) * 16 * -(-n // block) for k, n in zip(sizes, sizes[1:])]
-    assert 0 <= held <= net.depth
-    assert group in (16, 32, 48, 64)
-    assert sum(per_output[:held]) + (0 if held == net.depth else group * net.itemsize) <= ROW_HELD_BYTES
+    block = row(net, 1).block[0]
+    for group in (16, 32, 64):
+        held = row_held(net, block, group)
+        per_output = [-(-k * net.itemsize // 16) * 16 * -(-n // block) for k, n in zip(sizes, sizes[1:])]
+        assert 0 <= held <= net.depth
+        if held == net.depth:
+            assert sum(per_output) <= ROW_HELD_BYTES[net.itemsize]
+        else:
+            assert sum(per_output[:held]) + group * net.itemsize <= max(
+                ROW_MIXED_BYTES[net.itemsize], group * net.itemsize
+            )
 
 
 def test_packed_sizes_count_padding():
@@ -92,7 +95,7 @@ def test_packed_sizes_count_padding():
 
 def test_a_row_that_does_not_fit_names_bytes_needed_and_available():
     with pytest.raises(PlanError) as caught:
-        plan_gpu(network((60_000, 10)), 1, H200)
+        row(network((60_000, 10)), 1)
     message = str(caught.value)
     assert "60000-10 float32" in message
     assert (
@@ -101,14 +104,18 @@ def test_a_row_that_does_not_fit_names_bytes_needed_and_available():
     )
     assert "device='cpu'" in message
     assert isinstance(caught.value, ValueError)
-    plan_gpu(network((58_112, 10)), 1, H200)  # 232,448 bytes
+    row(network((58_112, 10)), 1)  # 232,448 bytes
+    assert plan_gpu(network((60_000, 10)), 1, H200).schedule == "layer"  # which keeps no row in shared memory
 
 
 def test_an_access_is_part_of_the_options_and_an_empty_batch_launches_nothing():
     net = network(CANONICAL)
-    assert plan_gpu(net, 1, H200).options != plan_gpu(net, 1, H200, Access("float16")).options
-    assert plan_gpu(net, 0, H200).launches == 0
-    assert plan_gpu(network((3, 0)), 5, H200).launches == 0
+    for schedule in ("row", "tile", "layer"):
+        kernels = [plan_gpu(net, 1, H200, access, schedule).kernels[0] for access in (CONTIGUOUS, Access("float16"))]
+        assert kernels[0].options != kernels[1].options
+        assert plan_gpu(net, 0, H200, schedule=schedule).launches == 0
+        assert plan_gpu(network((3, 0)), 5, H200, schedule=schedule).launches == 0
+    assert plan_gpu(network(CANONICAL, precision="library"), 0, H200).launches == 0
 
 
 def test_cpu_blocks_keep_two_layers_in_cache():
@@ -142,7 +149,7 @@ def test_plan_of_an_mlp():
 
 def test_a_weight_that_outgrows_shared_memory_is_no_obstacle():
     """Weights never go through shared memory: only activations count."""
-    plan = plan_gpu(network((512,) * 4), 16, replace(H200, shared_bytes=48 * 1024))
+    plan = row(network((512,) * 4), 16, replace(H200, shared_bytes=48 * 1024))
     assert plan.weight_bytes > 3_000_000
     assert plan.shared_bytes == 4096
 
@@ -150,3 +157,48 @@ def test_a_weight_that_outgrows_shared_memory_is_no_obstacle():
 def test_describe_says_which_layers_have_a_bias():
     assert Network((2, 3, 4), ("relu", "relu"), (True, False), "float32").describe().endswith("bias in layer 1")
     assert repr(MLP([[[1.0]]])) == "<cupymlp.MLP 1-1 float64, identity, no bias>"
+
+
+# --- layer and matmul ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("itemsize", SHAPES)
+def test_shapes_of_layer_fit_every_gpu(itemsize):
+    """With no more shared memory than any launch may have."""
+    for shape in SHAPES[itemsize]:
+        assert shape.shared_bytes(itemsize) <= 48 * 1024
+        assert shape.threads * shape.blocks <= 1024
+        assert shape.chunk % 16 == 0
+
+
+def test_layer_is_one_launch_a_layer_and_a_round():
+    net = network((512,) * 4)
+    plan = plan_gpu(net, 65_536, H200)
+    assert plan.schedule == "layer"
+    assert [kernel.name for kernel in plan.kernels] == ["mlp_layer"] * 3
+    assert len({kernel.options for kernel in plan.kernels}) == 1  # equal layers share a kernel
+    assert plan.scratch_bytes <= 32 << 20
+    assert plan.launches == 3 * -(-65_536 // plan.rows_at_once)
+    assert plan.weight_bytes == packed_bytes(net)
+    assert f"{plan.rows_at_once:,} rows at a time" in str(plan)
+
+
+def test_few_rows_use_many_multiprocessors():
+    (kernel, *_) = plan_gpu(network((1024,) * 3), 16, H200, schedule="layer").kernels
+    assert kernel.grid[0] >= 64
+
+
+def test_layer_wants_a_grid_that_the_device_takes():
+    with pytest.raises(PlanError, match=r"layer: needs a grid of [\d,]+ blocks, and NVIDIA H200 takes 7"):
+        plan_gpu(network((64, 4096)), 16, replace(H200, max_grid=7), schedule="layer")
+
+
+def test_matmul_is_for_those_who_ask():
+    ieee = dict(plan_gpu(network((512,) * 4), 4096, H200).not_taken)
+    assert ieee["matmul"].startswith("sums in cuBLAS's order: only with precision='library'")
+    plan = plan_gpu(network((512,) * 4, bias=True, precision="library"), 4096, H200)
+    assert (plan.schedule, plan.layout, plan.launches) == ("matmul", "arrays", 6)
+    assert "expected to be faster than precision='ieee' for layers about" in str(plan)
+    assert "cannot capture" in str(plan)
+    for name in ("row", "tile", "layer"):
+        assert "precision='library' was asked for" in dict(plan.not_taken)[name]

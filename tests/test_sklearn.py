@@ -74,6 +74,9 @@ def test_the_dtype_can_be_chosen(rng):
     estimator = fit(MLPRegressor(hidden_layer_sizes=(5,), max_iter=5), x, x[:, 0])
     assert MLP.from_sklearn(estimator).dtype == np.float64
     assert MLP.from_sklearn(estimator, dtype="float32").dtype == np.float32
+    net = MLP.from_sklearn(estimator, dtype="float16")
+    assert net.dtype == np.float16
+    np.testing.assert_allclose(net(x.astype("f2"), device="cpu")[:, 0], estimator.predict(x), atol=0.02)
 
 
 @pytest.mark.parametrize("activation", ["tanh", "logistic"])

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,10 @@ from support import CANONICAL, random_net
 import cupymlp
 from cupymlp import MLP, cli
 from cupymlp.bench import latency, report, timing
+from cupymlp.network import DTYPES, PRECISIONS, numpy_dtype, precision_takes
 from cupymlp.verify import random_mlp
+
+KINDS = [(d, p) for d in DTYPES for p in PRECISIONS if precision_takes(p, d)]
 
 no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
@@ -40,8 +44,90 @@ def test_verify_reports_the_cpu_path():
     assert comparison.name == "float64 reference"
     assert comparison.limit == 1
     assert 0 <= comparison.in_bounds <= 1
-    for text in ("48-64-40-24 float64", "100 rows, on the CPU", "float64 reference", "5 repeats: yes", "verified"):
+    for text in (
+        "48-64-40-24 float64",
+        "precision ieee",
+        "100 rows, on the CPU",
+        "float64 reference",
+        "5 repeats: yes",
+        "verified",
+    ):
         assert text in str(result)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), KINDS, ids=str)
+def test_verify_every_dtype_and_precision_on_the_cpu(dtype, precision):
+    net = random_mlp(CANONICAL, bias=True, dtype=dtype, precision=precision)
+    assert net.dtype == numpy_dtype(dtype)
+    result = cupymlp.verify(net, batch=50, device="cpu")
+    assert result.ok
+    assert result.precision == precision
+    assert f"24 {dtype}, relu relu identity, bias, precision {precision}, 50 rows" in str(result)
+
+
+class GpuArray(np.ndarray):
+    """A NumPy array that passes for CuPy's in verify."""
+
+    def get(self):
+        return np.asarray(self)
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """verify as on a GPU, with NumPy for CuPy, the CPU path for the kernels. ``shift`` of what it returns changes one row's."""
+    module = sys.modules["cupymlp.verify"]
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))
+    fake = SimpleNamespace(asarray=lambda a: np.asarray(a).view(GpuArray), matmul=np.matmul, cuda=cuda)
+    monkeypatch.setattr(module, "gpu_problem", lambda: None)
+    monkeypatch.setattr(module, "cupy_or_error", lambda asked: fake)
+    monkeypatch.setattr(module, "device_numbers", lambda device_id: SimpleNamespace(name="a pretended GPU"))
+    right, alone = MLP.__call__, SimpleNamespace(shift=0)
+
+    def call(self, x, out=None, **options):
+        y = right(self, np.asarray(x), out, device="cpu")
+        if x.ndim == 1 and alone.shift:
+            y = y * y.dtype.type(1 + alone.shift)
+        return y.view(GpuArray)
+
+    monkeypatch.setattr(MLP, "__call__", call)
+    return alone
+
+
+@pytest.mark.parametrize(("dtype", "precision"), KINDS, ids=str)
+def test_verify_compares_with_cupy_matmul_rounded_once_a_layer(pretended_gpu, dtype, precision):
+    for schedule in (None, "row"):
+        net = random_mlp(CANONICAL, bias=True, dtype=dtype, precision=precision, schedule=schedule)
+        x = np.random.default_rng(0).integers(-3, 4, (50, 48)).astype(net.dtype)
+        result = cupymlp.verify(net, x)
+        assert [c.name for c in result.comparisons] == ["float64 reference", "cupy.matmul"]
+        assert all(c.ok for c in result.comparisons), str(result)
+        assert "on a pretended GPU" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "promised"),
+    [
+        ("float32", {}, True),
+        ("float64", {}, True),
+        ("float32", {"precision": "tf32"}, True),
+        ("float32", {"precision": "split3"}, True),
+        ("float32", {"precision": "library"}, False),
+        ("float16", {}, False),
+        ("bfloat16", {}, False),
+        ("float16", {"schedule": "row"}, True),
+        ("float16", {"precision": "library"}, False),
+    ],
+)
+def test_rows_alone_must_have_the_bits_of_the_batch_where_that_is_promised(pretended_gpu, dtype, options, promised):
+    """The pretended GPU gives other bits for one row."""
+    pretended_gpu.shift = 0.01
+    result = cupymlp.verify(random_mlp((3, 4), dtype=dtype, **options))
+    assert all(c.ok for c in result.comparisons)
+    assert result.rows_equal is (False if promised else None)
+    assert result.ok is not promised
+    told = "bits differ, rows in the batch and alone; that they are equal is not promised for " + dtype
+    assert (told in str(result)) is not promised
+    assert ("unless schedule= pins one" in str(result)) is (not promised and not options)
 
 
 def test_verify_takes_any_x_and_an_empty_one():
@@ -94,6 +180,23 @@ def test_verify_on_the_command_line_without_a_gpu():
     assert done.stdout.rstrip().endswith("verified")
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", "ieee"), ("bfloat16", "library"), ("float32", "split3")])
+def test_dtype_precision_and_schedule_on_the_command_line(capsys, dtype, precision):
+    options = ["--dtype", dtype, "--precision", precision, "--schedule", "row", "--device", "cpu"]
+    assert cli.main(["verify", *options]) == 0
+    assert f"{dtype}, relu relu identity, no bias, precision {precision}, 16 rows" in capsys.readouterr().out
+    assert cli.main(["plan", *options]) == 0
+    assert re.search(f"precision +{precision}", capsys.readouterr().out)
+
+
+def test_the_schedule_of_a_saved_net_on_the_command_line(tmp_path, rng, monkeypatch):
+    random_net(rng, (7, 5, 3), "float16").mlp().save(tmp_path / "net.npz")
+    found = []
+    monkeypatch.setattr(cli, "verify", lambda net, **options: found.append(net) or SimpleNamespace(ok=True))
+    assert cli.main(["verify", str(tmp_path / "net.npz"), "--schedule", "row"]) == 0
+    assert (found[0].schedule, found[0].dtype) == ("row", np.float16)
+
+
 def test_verify_a_saved_net(tmp_path, rng):
     random_net(rng, (7, 5, 3)).mlp().save(tmp_path / "net.npz")
     done = run("verify", str(tmp_path / "net.npz"), "--batch", "33", "--device", "cpu")
@@ -129,6 +232,9 @@ def test_plan_and_info():
         (["verify", "--sizes", "5,-1"], "'5,-1' is no list of whole numbers"),
         (["verify", "nothing.npz"], "No such file"),
         (["verify", "--device", "cuda"], "needs a CUDA GPU"),
+        (["verify", "--dtype", "float8"], "invalid choice: 'float8'"),
+        (["verify", "--schedule", "fast"], "invalid choice: 'fast'"),
+        (["plan", "--dtype", "float16", "--precision", "tf32"], "precision is 'tf32' and the network is float16"),
         (["plan", "--batch", "-1"], "batch is -1"),
         ([], "command"),
     ],

@@ -15,9 +15,9 @@ from .._pack import pack
 from ..activations import ACTIVATIONS
 from ..fused import fused_mlp
 from ..mlp import MLP
-from ..plan import plan_gpu
+from ..schedules import plan_gpu
 from ..verify import CANONICAL_SIZES, Report, random_mlp, verify
-from .timing import Subject, Timing, measure
+from .timing import Subject, measure, rounded
 
 __all__ = ["BATCHES", "latency_rows", "verified"]
 
@@ -76,14 +76,8 @@ def latency_rows(
                 "batch": batch,
                 "subject": subject.name,
                 "note": subject.note,
-                **{f"{kind}_us": _as_json(timings.get(kind)) for kind in ("gpu", "host", "round_trip")},
+                **{f"{kind}_us": rounded(timings.get(kind)) for kind in ("gpu", "host", "round_trip")},
             }
-
-
-def _as_json(timing: Timing | None) -> dict[str, float] | None:
-    if timing is None:
-        return None
-    return {"median": round(timing.median, 4), "low": round(timing.low, 4), "high": round(timing.high, 4)}
 
 
 def _gpu_subjects(cupy: Any, net: MLP, transposed: MLP, x: NDArray[Any]) -> list[Subject]:
@@ -97,9 +91,10 @@ def _gpu_subjects(cupy: Any, net: MLP, transposed: MLP, x: NDArray[Any]) -> list
     plenty = cupy.random.default_rng(0).random(batch * 64, dtype=np.float32)
     into = cupy.empty_like(plenty)
     device_id = gpu_x.data.device_id
-    plan = plan_gpu(net.network, batch, device_numbers(device_id))
-    raw = kernel_for(plan, device_id).raw
-    arguments = (gpu_x, y, cupy.asarray(pack(np, net.network, net.weights, net.biases)), batch)
+    plan = plan_gpu(net.network, batch, device_numbers(device_id), schedule="row")  # one launch, whatever net(x) takes
+    (row,) = plan.kernels
+    raw = kernel_for(row, device_id).raw
+    arguments = (gpu_x, y, cupy.asarray(pack(np, plan.layout, net.network, net.weights, net.biases)), batch)
 
     def copies() -> Any:
         return cupy.asnumpy(net(cupy.asarray(x)))
@@ -109,7 +104,7 @@ def _gpu_subjects(cupy: Any, net: MLP, transposed: MLP, x: NDArray[Any]) -> list
     return [
         Subject(EMPTY, lambda: empty((batch,), (64,), ()), everything),
         Subject(LOAD_STORE, lambda: load_store((batch,), (64,), (plenty, into)), everything),
-        Subject(RAW, lambda: raw(plan.grid, plan.block, arguments, shared_mem=plan.shared_bytes), everything),
+        Subject(RAW, lambda: raw(row.grid, row.block, arguments, shared_mem=row.shared_bytes), everything),
         Subject(CALL_OUT, lambda: net(gpu_x, out=y), everything),
         Subject(CALL_OUT + ", out_in", lambda: transposed(gpu_x, out=y), everything),
         Subject(CALL, lambda: net(gpu_x), ("host", "round_trip")),

@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +130,25 @@ def _ratio(row: dict[str, Any], base: dict[str, Any] | None, kind: str) -> str:
     return f"{row[kind]['median'] / base[kind]['median']:.2f}"
 
 
-def write_json(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]], verified: str, commit: str | None) -> None:
-    """Write rows, machine, date and commit, under a temporary name first."""
+def write_json(
+    path: str | os.PathLike[str],
+    rows: Sequence[dict[str, Any]],
+    verified: str,
+    commit: str | None,
+    parts: Mapping[str, Any] | None = None,
+) -> None:
+    """Write rows, machine, date, commit and other parts, under a temporary name first."""
     content = {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit,
         "machine": machine(),
         "verified": verified.splitlines(),
-        "rows": list(rows),
+        **(parts or {}),
     }
+    head = json.dumps(content, indent=1).removesuffix("\n}")
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)  # a line a row: a sweep has thousands
     place = Path(path)
     part = place.with_name(place.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
     part.replace(place)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Subject", "Timing", "measure"]
+__all__ = ["Subject", "Timing", "measure", "rounded"]
 
 MOST_CALLS = 200  # in one graph, or in a row without waiting: fewer than the driver queues
 MOST_ROUND_TRIPS = 50
@@ -40,6 +40,13 @@ class Timing:
             return cls(samples[0], samples[0], samples[0])
         low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(middle, low, high)
+
+
+def rounded(timing: Timing | None) -> dict[str, float] | None:
+    """A timing as it is written to JSON: six digits."""
+    if timing is None:
+        return None
+    return {name: float(f"{getattr(timing, name):.6g}") for name in ("median", "low", "high")}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,180 @@
+"""layer: one launch a layer, a tile of rows and columns a block (cuda_src/mlp_layer.cu)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..network import Network
+from ..plan import (
+    Access,
+    Device,
+    KernelPlan,
+    Plan,
+    PlanError,
+    compute_itemsize,
+    need_precision,
+    network_options,
+    packed_bytes,
+)
+from .steps import Step, buffer_of, check_grid, hidden_scratch, kernels_of, layer_access, one_layer, rows_at_once
+
+__all__ = ["layer_steps", "plan_layer"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a layer kernel: the options of mlp_layer.cu, and the multiply-adds a us and multiprocessor."""
+
+    rows: int
+    columns: int
+    row_warps: int
+    column_warps: int
+    chunk: int
+    blocks: int
+    rate: int
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block's tile."""
+        return 4 * self.rows * self.row_warps
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of a block's tile."""
+        return 8 * self.columns * self.column_warps
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.row_warps * self.column_warps
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """``MLP_SHARED_BYTES``: two stages of rows and columns."""
+        return 2 * self.chunk * (self.block_rows + self.block_columns) * itemsize
+
+    def options(self, itemsize: int) -> tuple[str, ...]:
+        """The options of mlp_layer.cu and tile.cuh."""
+        return (
+            f"-DMLP_ROWS={self.rows}",
+            f"-DMLP_COLUMNS={self.columns}",
+            f"-DMLP_ROW_WARPS={self.row_warps}",
+            f"-DMLP_COLUMN_WARPS={self.column_warps}",
+            f"-DMLP_CHUNK={self.chunk}",
+            f"-DMLP_BLOCKS={self.blocks}",
+            f"-DMLP_SHARED_BYTES={self.shared_bytes(itemsize)}",
+        )
+
+
+# By the bytes of arithmetic, from the fewest instructions a product to the most blocks for few rows.
+SHAPES = {
+    4: (
+        Shape(8, 8, 4, 2, 16, 1, 175_000),  # 128 x 128
+        Shape(8, 8, 2, 2, 16, 2, 170_000),  # 64 x 128
+        Shape(8, 8, 4, 1, 16, 2, 165_000),  # 128 x 64
+        Shape(8, 4, 4, 1, 16, 3, 140_000),  # 128 x 32
+        Shape(4, 4, 2, 2, 32, 3, 110_000),  # 32 x 64
+        Shape(4, 4, 4, 1, 32, 3, 100_000),  # 64 x 32
+        Shape(4, 2, 4, 1, 32, 3, 70_000),  # 64 x 16
+        Shape(2, 4, 1, 2, 64, 3, 60_000),  # 8 x 64
+        Shape(2, 2, 1, 2, 64, 3, 40_000),  # 8 x 32
+        Shape(2, 1, 1, 2, 64, 3, 20_000),  # 8 x 16
+    ),
+    8: (
+        Shape(4, 8, 4, 2, 16, 1, 90_000),  # 64 x 128
+        Shape(4, 4, 4, 1, 16, 2, 80_000),  # 64 x 32
+        Shape(2, 4, 1, 2, 32, 3, 50_000),  # 8 x 64
+        Shape(2, 1, 1, 2, 32, 3, 20_000),  # 8 x 16
+    ),
+}
+# The cost model, in us and bytes a us: first guesses.
+LAYER_LAUNCH = 2.5
+LAYER_CHUNK = 0.6  # from one chunk to the next where there is little to compute
+LAYER_BYTES = 4_100_000  # of weights and activations from memory or the L2 cache, a us
+
+
+def layer_microseconds(k: int, n: int, rows: int, itemsize: int, device: Device, shape: Shape) -> float:
+    """The GPU time of one launch: waves of blocks, each chunk as long as its products or its way from memory takes."""
+    tiles = -(-rows // shape.block_rows) * -(-n // shape.block_columns)
+    sharing = min(shape.blocks, -(-tiles // device.multiprocessors))
+    waves = -(-tiles // (device.multiprocessors * sharing))
+    busy = min(1.0, shape.threads * sharing / 256)  # fewer warps leave schedulers idle
+    products = shape.block_rows * shape.block_columns * sharing / (shape.rate * busy)
+    compute = waves * (k * products + min(shape.chunk, k) * LAYER_CHUNK / shape.chunk) + LAYER_CHUNK
+    latency = waves * -(-k // shape.chunk) * LAYER_CHUNK
+    memory = (k * n + rows * (k + n)) * itemsize / LAYER_BYTES
+    return LAYER_LAUNCH + max(compute, latency, memory)
+
+
+def best_shape(k: int, n: int, rows: int, network: Network, device: Device) -> tuple[float, Shape]:
+    """The shape that is expected to be the fastest for one layer, and its time."""
+    sums = compute_itemsize(network)
+    fits = [
+        shape
+        for shape in SHAPES[sums]
+        if shape.shared_bytes(sums) <= device.shared_bytes and tiles(shape, rows, n) <= device.max_grid
+    ]
+    if not fits:
+        check_grid(device, min(tiles(shape, rows, n) for shape in SHAPES[sums]))
+        least = min(shape.shared_bytes(sums) for shape in SHAPES[sums])
+        raise PlanError(
+            f"a tile needs {least:,} bytes of shared memory, and {device.name} gives a block {device.shared_bytes:,}"
+        )
+    costs = [(layer_microseconds(k, n, rows, network.itemsize, device, shape), shape) for shape in fits]
+    return min(costs, key=lambda cost: cost[0])
+
+
+def tiles(shape: Shape, rows: int, n: int) -> int:
+    """Blocks of a launch."""
+    return -(-rows // shape.block_rows) * -(-n // shape.block_columns)
+
+
+def layer_kernel(network: Network, layer: int, rows: int, shape: Shape, access: Access) -> KernelPlan:
+    """The launch of one layer; access is this layer's."""
+    sums = compute_itemsize(network)
+    options = (
+        *network_options(one_layer(network, layer), access),
+        *shape.options(sums),
+    )
+    grid = tiles(shape, rows, network.sizes[layer + 1])
+    return KernelPlan("mlp_layer", options, (grid,), (shape.threads,), shape.shared_bytes(sums))
+
+
+def layer_steps(network: Network, batch: int, device: Device, access: Access) -> tuple[list[Step], list[Shape], float]:
+    """The launches of a round, their shapes, and the GPU time that all rounds are expected to take."""
+    rows = rows_at_once(batch, hidden_scratch(network))
+    steps, shapes, cost = [], [], 0.0
+    for layer, (k, n) in enumerate(zip(network.sizes, network.sizes[1:], strict=False)):
+        if n == 0:
+            continue  # nothing to compute
+        layer_cost, shape = best_shape(k, n, max(1, rows), network, device)
+        cost += layer_cost
+        shapes.append(shape)
+        source = "x" if layer == 0 else buffer_of(layer)
+        target = "y" if layer == network.depth - 1 else buffer_of(layer + 1)
+        its_access = layer_access(network, layer, access)
+        kernel = layer_kernel(network, layer, rows, shape, its_access)
+        steps.append(Step(layer, source, target, kernel, its_access.batch_dims > 0))
+    return steps, shapes, cost * (batch / rows if rows else 0)
+
+
+def plan_layer(network: Network, batch: int, device: Device, access: Access) -> Plan:
+    """One launch a layer. Raises PlanError if the GPU cannot launch it."""
+    need_precision(network, "ieee")
+    scratch = hidden_scratch(network)
+    rows = rows_at_once(batch, scratch)
+    steps, shapes, cost = layer_steps(network, batch, device, access)
+    found = dict.fromkeys(f"{shape.block_rows} x {shape.block_columns}" for shape in shapes)
+    rounds = -(-batch // rows) if rows else 0
+    return Plan(
+        schedule="layer",
+        network=network,
+        batch=batch,
+        device=device.name,
+        launches=rounds * len(steps) if network.sizes[-1] else 0,
+        weight_bytes=packed_bytes(network),
+        kernels=kernels_of(steps),
+        rows_at_once=rows,
+        scratch_bytes=scratch.total(rows),
+        microseconds=cost,
+        notes=(f"rows x columns a block: {', '.join(found)}",),
+    )

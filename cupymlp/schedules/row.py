@@ -1,0 +1,114 @@
+"""row: one row a block, all layers in one launch (cuda_src/mlp_row.cu)."""
+
+from __future__ import annotations
+
+from ..network import Network
+from ..plan import (
+    VECTOR_BYTES,
+    Access,
+    Device,
+    KernelPlan,
+    Plan,
+    PlanError,
+    compute_itemsize,
+    need_precision,
+    network_options,
+    packed_bytes,
+    vectors,
+)
+
+__all__ = ["plan_row"]
+
+# Measured on an H200, benchmarks/row-choices-h200.json: a block covers the widest layer, since a thread that computes two
+# outputs takes nearly twice as long; past 256 threads 16 rows win 6 % (512 wide) and 1,024 rows lose 18 %.
+ROW_BLOCK_LEAST, ROW_BLOCK_MOST = 64, 256
+# Weights that a thread keeps in registers or has on their way to them: 192 registers of its 255, the rest being for sums,
+# addresses and activations; 160 where some are read when needed, which takes more addresses. float16 and bfloat16 ones are
+# half as large and take twice the registers again when they are used.
+ROW_HELD_BYTES, ROW_MIXED_BYTES = {2: 448, 4: 768, 8: 768}, {2: 384, 4: 640, 8: 640}
+# Products whose weights a thread asks for at a time in layers that are not held. More hide more latency; fewer let more
+# blocks share a multiprocessor, which is better once there are more blocks than multiprocessors.
+ROW_GROUP_MOST, ROW_GROUP_SHARING = 64, 32
+# The cost model, in us and in bytes a us and multiprocessor: fitted to benchmarks/sweep-h200.json.
+ROW_LAUNCH, ROW_LAYER, ROW_PRODUCT = 0.9, 0.15, 0.001
+ROW_BYTES, ROW_OVERHEAD_BYTES = 95_000, 1_000
+
+
+def row_block(network: Network) -> int:
+    """Threads a block: the multiple of 32 that covers the widest layer, at least 64."""
+    return min(ROW_BLOCK_MOST, max(ROW_BLOCK_LEAST, -(-max(network.sizes[1:]) // 32) * 32))
+
+
+def row_held(network: Network, block: int, group: int) -> int:
+    """How many layers, from the first, are held in registers from the start.
+
+    All of them if their weights fit; else as many as leave room for a group of products.
+    """
+    per_thread = [
+        -(-n // block) * vectors(network, k) * VECTOR_BYTES
+        for k, n in zip(network.sizes, network.sizes[1:], strict=False)
+    ]
+    if sum(per_thread) <= ROW_HELD_BYTES[network.itemsize]:
+        return network.depth
+    room = ROW_MIXED_BYTES[network.itemsize] - group * network.itemsize
+    held = 0
+    while per_thread[held] <= room:  # ends before the last layer, since not all of them fit
+        room -= per_thread[held]
+        held += 1
+    return held
+
+
+def activation_bytes(network: Network) -> int:
+    """Shared memory for one row's activations, in bytes: ``MLP_SHARED_BYTES`` of mlp_row.cu."""
+    inputs = network.sizes[:-1]
+    group_bytes = VECTOR_BYTES // network.itemsize * compute_itemsize(network)
+    return group_bytes * sum(vectors(network, max(inputs[parity::2], default=0)) for parity in (0, 1))
+
+
+def microseconds(network: Network, batch: int, device: Device) -> float:
+    """The GPU time of a call.
+
+    A latency that grows with depth and width, and, once there are more rows than multiprocessors, every row's reading of
+    all weights from the L2 cache.
+    """
+    latency = ROW_LAUNCH + sum(ROW_LAYER + k * ROW_PRODUCT for k in network.sizes[:-1])
+    shared = batch * (packed_bytes(network) + ROW_OVERHEAD_BYTES) / (ROW_BYTES * device.multiprocessors)
+    return latency + shared
+
+
+def plan_row(network: Network, batch: int, device: Device, access: Access) -> Plan:
+    """One row a block, all layers in one launch. Raises PlanError if a row does not fit in shared memory."""
+    need_precision(network, "ieee")
+    shared = activation_bytes(network)
+    if shared > device.shared_bytes:
+        raise PlanError(
+            f"one row's activations need {shared:,} bytes of shared memory, and {device.name} gives a block "
+            f"{device.shared_bytes:,}"
+        )
+    block = row_block(network)
+    group = ROW_GROUP_MOST if batch <= device.multiprocessors and network.itemsize <= 4 else ROW_GROUP_SHARING
+    held = row_held(network, block, group)
+    options = (
+        *network_options(network, access),
+        f"-DMLP_BLOCK={block}",
+        f"-DMLP_GROUP={group if held < network.depth else ROW_GROUP_MOST}",
+        f"-DMLP_HELD={held}",
+        f"-DMLP_SHARED_BYTES={shared}",
+    )
+    if held == network.depth:
+        note = "weights of all layers are held in registers from the start"
+    else:
+        note = (
+            f"weights of {held} of {network.depth} layers are held from the start, the others read by {group} products"
+        )
+    return Plan(
+        schedule="row",
+        network=network,
+        batch=batch,
+        device=device.name,
+        launches=1 if batch and network.sizes[-1] else 0,
+        weight_bytes=packed_bytes(network),
+        kernels=(KernelPlan("mlp_row", options, (min(batch, device.max_grid),), (block,), shared),),
+        microseconds=microseconds(network, batch, device),
+        notes=(note,),
+    )

@@ -1,0 +1,109 @@
+"""tile: many rows a block, all layers in one launch, all weights in shared memory (cuda_src/mlp_tile.cu)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..network import Network
+from ..plan import (
+    VECTOR_BYTES,
+    Access,
+    Device,
+    KernelPlan,
+    Plan,
+    PlanError,
+    compute_itemsize,
+    need_precision,
+    network_options,
+    packed_bytes,
+)
+
+__all__ = ["plan_tile"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a tile kernel: ``MLP_ROWS``, ``MLP_COLUMNS`` and the most ``MLP_WARPS`` that its registers allow."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# Measured on an H200 (canonical net): of 8, 4 and 2 rows a lane with 8, 12 and 16 warps, 4 with 12 is the fastest at 2^20 rows
+# (353, 351 us), 2 with 16 at 2,048 (6.1, 4.4 us). 8 columns a lane read the fewest operands from shared memory.
+SHAPES = {4: (Shape(4, 8, 12), Shape(2, 8, 16)), 8: (Shape(4, 4, 8), Shape(2, 4, 8))}
+TILE_LAUNCH, TILE_LAYER = 1.6, 0.3  # us, the latter for each layer that a tile goes through
+TILE_BYTES = 26_000  # of weights into shared memory, a us
+TILE_MULTIPLY_ADDS = 150_000  # a us and multiprocessor, with as many warps as its registers allow
+SUM_BYTES = {4: 1.0, 8: 2.0}  # float64 takes twice the time
+
+
+def values(network: Network, elements: int) -> int:
+    """16-byte vectors that hold this many elements of arithmetic."""
+    return -(-elements * compute_itemsize(network) // VECTOR_BYTES)
+
+
+def weight_values(network: Network) -> int:
+    """16-byte vectors of all weights and biases in shared memory, columns padded to a multiple of 8."""
+    layers = zip(network.sizes, network.sizes[1:], network.biases, strict=False)
+    padded = [(k, -(-n // 8) * 8, bias) for k, n, bias in layers]
+    return sum(values(network, k) * n + (values(network, n) if bias else 0) for k, n, bias in padded)
+
+
+def slab_bytes(network: Network, rows_per_warp: int) -> int:
+    """Shared memory for one warp's activations, in bytes."""
+    inputs = network.sizes[:-1]
+    widest = [values(network, max(inputs[parity::2], default=0)) for parity in (0, 1)]
+    return sum(widest) * VECTOR_BYTES * rows_per_warp
+
+
+def microseconds(network: Network, batch: int, device: Device, shape: Shape, warps: int) -> float:
+    """The GPU time of a call: the launch, the weights, a tile's way through the layers, and all tiles' work."""
+    tiles = -(-batch // (4 * shape.rows * device.multiprocessors))  # of one multiprocessor
+    pairs = zip(network.sizes, network.sizes[1:], strict=False)
+    work = 4 * shape.rows * sum(k * -(-n // 8) * 8 for k, n in pairs) * SUM_BYTES[compute_itemsize(network)]
+    busy = tiles * work / TILE_MULTIPLY_ADDS * max(1.0, shape.warps / warps)
+    return TILE_LAUNCH + TILE_LAYER * network.depth + weight_values(network) * VECTOR_BYTES / TILE_BYTES + busy
+
+
+def plan_tile(network: Network, batch: int, device: Device, access: Access) -> Plan:
+    """Many rows a block. Raises PlanError if the weights and one warp's activations do not fit in shared memory."""
+    need_precision(network, "ieee")
+    weights = VECTOR_BYTES * weight_values(network)
+    candidates = []
+    for shape in SHAPES[compute_itemsize(network)]:
+        slab = slab_bytes(network, 4 * shape.rows)
+        warps = shape.warps if slab == 0 else min(shape.warps, (device.shared_bytes - weights) // slab)
+        if warps > 0:
+            warps = warps if warps < 4 else warps // 4 * 4
+            candidates.append(
+                (microseconds(network, batch, device, shape, warps), shape, warps, weights + warps * slab)
+            )
+    if not candidates:
+        least = weights + slab_bytes(network, 4 * SHAPES[compute_itemsize(network)][-1].rows)
+        raise PlanError(
+            f"all weights and one warp's activations need {least:,} bytes of shared memory, and {device.name} gives a "
+            f"block {device.shared_bytes:,}"
+        )
+    cost, shape, warps, shared = min(candidates, key=lambda c: c[0])
+    rows = 4 * shape.rows
+    tiles = -(-batch // rows)
+    options = (
+        *network_options(network, access),
+        f"-DMLP_ROWS={shape.rows}",
+        f"-DMLP_COLUMNS={shape.columns}",
+        f"-DMLP_WARPS={warps}",
+        f"-DMLP_SHARED_BYTES={shared}",
+    )
+    return Plan(
+        schedule="tile",
+        network=network,
+        batch=batch,
+        device=device.name,
+        launches=1 if batch and network.sizes[-1] else 0,
+        weight_bytes=packed_bytes(network),
+        kernels=(KernelPlan("mlp_tile", options, (min(tiles, device.multiprocessors),), (32 * warps,), shared),),
+        microseconds=cost,
+        notes=(f"{rows} rows a warp, {warps} warps a block",),
+    )
