@@ -87,22 +87,41 @@ SHAPES = {
     ),
 }
 # The cost model, in us and bytes a us: first guesses.
-LAYER_LAUNCH = 2.5
-LAYER_CHUNK = 0.6  # from one chunk to the next where there is little to compute
+LAYER_LAUNCH = 1.15
+SHAPE_CHUNK = 0.6  # us
+LAYER_INPUT = {2: 0.0105, 4: 0.008, 8: 0.0085}  # of one k, where there is little to compute; by bytes of an element
 LAYER_BYTES = 4_100_000  # of weights and activations from memory or the L2 cache, a us
+MEASURED = 0.87  # of the rates of SHAPES
+HALF_TIMES = 1.14  # what float16 and bfloat16 take for their conversions
+NOT_HIDDEN = 0.8  # of the time that these bytes take
 
 
 def layer_microseconds(k: int, n: int, rows: int, itemsize: int, device: Device, shape: Shape) -> float:
-    """The GPU time of one launch: waves of blocks, each chunk as long as its products or its way from memory takes."""
+    """The GPU time of one launch: waves of blocks, as long as their products or a k after the other, and memory."""
+    tiles = -(-rows // shape.block_rows) * -(-n // shape.block_columns)
+    sharing = min(shape.blocks, -(-tiles // device.multiprocessors))
+    waves = -(-tiles // (device.multiprocessors * sharing))
+    products = (
+        shape.block_rows
+        * shape.block_columns
+        * sharing
+        / (MEASURED * shape.rate)
+        * (HALF_TIMES if itemsize == 2 else 1.0)
+    )
+    memory = (k * n + rows * (k + n)) * itemsize / LAYER_BYTES
+    return LAYER_LAUNCH + waves * k * max(products, LAYER_INPUT[itemsize]) + NOT_HIDDEN * memory
+
+
+def shape_cost(k: int, n: int, rows: int, itemsize: int, device: Device, shape: Shape) -> float:
+    """What shapes are compared by: few warps and many chunks count more than in the GPU time, which was measured later."""
     tiles = -(-rows // shape.block_rows) * -(-n // shape.block_columns)
     sharing = min(shape.blocks, -(-tiles // device.multiprocessors))
     waves = -(-tiles // (device.multiprocessors * sharing))
     busy = min(1.0, shape.threads * sharing / 256)  # fewer warps leave schedulers idle
     products = shape.block_rows * shape.block_columns * sharing / (shape.rate * busy)
-    compute = waves * (k * products + min(shape.chunk, k) * LAYER_CHUNK / shape.chunk) + LAYER_CHUNK
-    latency = waves * -(-k // shape.chunk) * LAYER_CHUNK
-    memory = (k * n + rows * (k + n)) * itemsize / LAYER_BYTES
-    return LAYER_LAUNCH + max(compute, latency, memory)
+    compute = waves * (k * products + min(shape.chunk, k) * SHAPE_CHUNK / shape.chunk) + SHAPE_CHUNK
+    latency = waves * -(-k // shape.chunk) * SHAPE_CHUNK
+    return max(compute, latency, (k * n + rows * (k + n)) * itemsize / LAYER_BYTES)
 
 
 def best_shape(k: int, n: int, rows: int, network: Network, device: Device) -> tuple[float, Shape]:
@@ -119,8 +138,8 @@ def best_shape(k: int, n: int, rows: int, network: Network, device: Device) -> t
         raise PlanError(
             f"a tile needs {least:,} bytes of shared memory, and {device.name} gives a block {device.shared_bytes:,}"
         )
-    costs = [(layer_microseconds(k, n, rows, network.itemsize, device, shape), shape) for shape in fits]
-    return min(costs, key=lambda cost: cost[0])
+    shape = min(fits, key=lambda shape: shape_cost(k, n, rows, network.itemsize, device, shape))
+    return layer_microseconds(k, n, rows, network.itemsize, device, shape), shape
 
 
 def tiles(shape: Shape, rows: int, n: int) -> int:

@@ -9,21 +9,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..network import Network
-from ..plan import Access, Device, KernelPlan, Plan, PlanError, network_options, packed_bytes, vectors
+from ..plan import Access, Device, KernelPlan, Plan, PlanError, multiply_adds, network_options, packed_bytes, vectors
 
 __all__ = ["layer_bytes", "math_of", "padded", "plan_mma", "tensor_bytes", "tensor_options"]
 
-MMA_LAUNCH = 3.0
 PACKING = 150.0  # us a layer: some dozen calls of CuPy
-MMA_STAGED_BYTES = 20_000  # of weights into shared memory, a us
-MMA_BYTES = 31_000  # of x and y, a us and multiprocessor
-MMA_L2_BYTES = 40_000  # of weights that are not in shared memory, a us and multiprocessor
-MMA_PRODUCTS = {
-    "tf32": 900_000,
-    "split3": 500_000,
-    "float16": 1_800_000,
-    "bfloat16": 1_800_000,
-}  # the same, of a network's
+# The cost model, fitted to benchmarks/sweep-*: us, and us a layer; bytes of weights a us; bytes of x and y, and products of
+# operands, a us and multiprocessor; with activations in shared memory, us of a warp's tile for each product of a row.
+MMA_LAUNCH, MMA_STAGED_BYTES, MMA_BYTES = 1.0, 35_000, 30_000
+MMA_LAYER = {"tf32": 0.25, "split3": 0.5, "float16": 0.22, "bfloat16": 0.22}
+MMA_PRODUCTS = {"tf32": 900_000, "split3": 400_000, "float16": 1_200_000, "bfloat16": 1_200_000}
+MMA_ROW = 0.0022  # us of a multiprocessor
+MMA_SHARED = {"tf32": 3.0e-4, "split3": 4.1e-4, "float16": 1.55e-4, "bfloat16": 1.55e-4}
+MMA_SHARED_PRODUCTS = {"tf32": 150_000, "split3": 120_000, "float16": 400_000, "bfloat16": 400_000}
+SHAPE_PRODUCTS = {"tf32": 900_000, "split3": 500_000, "float16": 1_800_000, "bfloat16": 1_800_000}
+SHAPE_L2_BYTES = 40_000
+OVERLAP = 0.25  # of the shorter of memory and products that the longer does not hide
 # Registers a thread by warps a block, and what a kernel needs beside activations, sums and prefetched rows.
 REGISTERS = {16: 128, 12: 168, 8: 255}
 REGISTERS_BESIDE = {"tf32": 56, "split3": 80, "float16": 76, "bfloat16": 76}
@@ -182,21 +183,34 @@ def shapes(network: Network, device: Device, access: Access) -> Iterator[Shape]:
 
 
 def microseconds(network: Network, batch: int, device: Device, shape: Shape) -> float:
-    """The GPU time of a call: the launch, the weights' way into shared memory, and the slowest of memory and tensor cores."""
-    rows = 16 * shape.tiles
-    tiles = -(-batch // rows)
+    """The GPU time of a call: the launch, the weights, a tile's way through the layers, then memory and tensor cores."""
+    math, products = math_of(network), multiply_adds(network)
+    latency = MMA_LAUNCH + MMA_LAYER[math] * network.depth
+    latency += staged_bytes(network) / MMA_STAGED_BYTES if shape.staged else 0.0
+    if not shape.registers:
+        work = batch * (products / MMA_SHARED_PRODUCTS[math] + MMA_ROW) / device.multiprocessors
+        return latency + max(shape.tiles * products * MMA_SHARED[math], work)
+    moved = batch * (network.sizes[0] + network.sizes[-1]) * network.itemsize / (MMA_BYTES * device.multiprocessors)
+    work = batch * products / (MMA_PRODUCTS[math] * device.multiprocessors)
+    rows = batch * MMA_ROW / device.multiprocessors
+    return latency + rows + max(moved, work) + OVERLAP * min(moved, work)
+
+
+def shape_cost(network: Network, batch: int, device: Device, shape: Shape) -> float:
+    """What shapes are compared by: busy multiprocessors, tiles in registers and weights in shared memory are preferred.
+
+    Not the GPU time: how the shapes differ has not been measured.
+    """
+    tiles = -(-batch // (16 * shape.tiles))
     rounds = -(-tiles // (device.multiprocessors * shape.warps))
     busy = min(shape.warps, -(-tiles // device.multiprocessors))
-    layers = list(zip(network.sizes, network.sizes[1:], strict=False))
-    products = rows * sum(padded(k, 16) * padded(n, 8) for k, n in layers)
-    rate = MMA_PRODUCTS[math_of(network)] * min(1.0, busy * shape.tiles / 16) * (1.0 if shape.registers else 0.5)
-    compute = rounds * busy * products / rate
+    rate = min(1.0, busy * shape.tiles / 16) * (1.0 if shape.registers else 0.5)
+    products = rounds * busy * 16 * shape.tiles * multiply_adds(network) / (SHAPE_PRODUCTS[math_of(network)] * rate)
     if not shape.staged:
-        compute = max(compute, rounds * busy * staged_bytes(network) / MMA_L2_BYTES)
+        products = max(products, rounds * busy * staged_bytes(network) / SHAPE_L2_BYTES)
     moved = batch * (network.sizes[0] + network.sizes[-1]) * network.itemsize / (MMA_BYTES * device.multiprocessors)
-    if not shape.prefetch:
-        moved *= 1.1
-    return MMA_LAUNCH + (staged_bytes(network) / MMA_STAGED_BYTES if shape.staged else 0.0) + max(compute, moved)
+    staging = staged_bytes(network) / MMA_STAGED_BYTES if shape.staged else 0.0
+    return staging + max(products, moved * (1.0 if shape.prefetch else 1.1))
 
 
 def packing_microseconds(network: Network, access: Access) -> float:
@@ -234,14 +248,14 @@ def plan_mma(network: Network, batch: int, device: Device, access: Access) -> Pl
     """
     math = math_of(network)
     need_tensor_cores(device)
-    candidates = [(microseconds(network, batch, device, s), s) for s in shapes(network, device, access)]
+    candidates = list(shapes(network, device, access))
     if not candidates:
         raise PlanError(
             f"two neighbouring layers' activations of 16 rows need {slab_bytes(network, 1):,} bytes of shared memory, and "
             f"{device.name} gives a block {device.shared_bytes:,}"
         )
-    cost, shape = min(candidates, key=lambda candidate: candidate[0])
-    cost += packing_microseconds(network, access)
+    shape = min(candidates, key=lambda s: shape_cost(network, batch, device, s))
+    cost = microseconds(network, batch, device, shape) + packing_microseconds(network, access)
     return Plan(
         schedule="mma",
         network=network,

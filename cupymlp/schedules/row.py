@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..network import Network
 from ..plan import (
     VECTOR_BYTES,
@@ -11,6 +13,7 @@ from ..plan import (
     Plan,
     PlanError,
     compute_itemsize,
+    multiply_adds,
     need_precision,
     network_options,
     packed_bytes,
@@ -29,9 +32,10 @@ ROW_HELD_BYTES, ROW_MIXED_BYTES = {2: 448, 4: 768, 8: 768}, {2: 384, 4: 640, 8: 
 # Products whose weights a thread asks for at a time in layers that are not held. More hide more latency; fewer let more
 # blocks share a multiprocessor, which is better once there are more blocks than multiprocessors.
 ROW_GROUP_MOST, ROW_GROUP_SHARING = 64, 32
-# The cost model, in us and in bytes a us and multiprocessor: fitted to benchmarks/sweep-h200.json.
-ROW_LAUNCH, ROW_LAYER, ROW_PRODUCT = 0.9, 0.15, 0.001
-ROW_BYTES, ROW_OVERHEAD_BYTES = 95_000, 1_000
+# The cost model, fitted to benchmarks/sweep-*: us; multiply-adds a us and multiprocessor.
+ROW_LAUNCH, ROW_HELD_LAYER, ROW_READ = 0.85, 0.2, 0.48
+ROW_BLOCK_START = 0.073  # us of a multiprocessor
+ROW_MULTIPLY_ADDS = {"float16": 45_000, "bfloat16": 38_000, "float32": 35_000, "float64": 17_000}
 
 
 def row_block(network: Network) -> int:
@@ -65,15 +69,16 @@ def activation_bytes(network: Network) -> int:
     return group_bytes * sum(vectors(network, max(inputs[parity::2], default=0)) for parity in (0, 1))
 
 
-def microseconds(network: Network, batch: int, device: Device) -> float:
-    """The GPU time of a call.
+def microseconds(network: Network, batch: int, device: Device, block: int, held: int) -> float:
+    """The GPU time of a call: a row's way through the layers, and what a multiprocessor takes for all its rows.
 
-    A latency that grows with depth and width, and, once there are more rows than multiprocessors, every row's reading of
-    all weights from the L2 cache.
+    A layer that is not held is read in groups, one after the other, for each output of a thread.
     """
-    latency = ROW_LAUNCH + sum(ROW_LAYER + k * ROW_PRODUCT for k in network.sizes[:-1])
-    shared = batch * (packed_bytes(network) + ROW_OVERHEAD_BYTES) / (ROW_BYTES * device.multiprocessors)
-    return latency + shared
+    layers = list(zip(network.sizes, network.sizes[1:], strict=False))
+    reads = sum(-(-n // block) * -(-k // ROW_GROUP_MOST) for k, n in layers[held:])
+    a_row = ROW_BLOCK_START + multiply_adds(network) / ROW_MULTIPLY_ADDS[network.dtype]
+    work = batch * a_row / device.multiprocessors
+    return ROW_LAUNCH + ROW_HELD_LAYER * held + math.hypot(ROW_READ * reads, work)  # the one hides part of the other
 
 
 def plan_row(network: Network, batch: int, device: Device, access: Access) -> Plan:
@@ -109,6 +114,6 @@ def plan_row(network: Network, batch: int, device: Device, access: Access) -> Pl
         launches=1 if batch and network.sizes[-1] else 0,
         weight_bytes=packed_bytes(network),
         kernels=(KernelPlan("mlp_row", options, (min(batch, device.max_grid),), (block,), shared),),
-        microseconds=microseconds(network, batch, device),
+        microseconds=microseconds(network, batch, device, block, held),
         notes=(note,),
     )

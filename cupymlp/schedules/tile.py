@@ -33,10 +33,13 @@ class Shape:
 # Measured on an H200 (canonical net): of 8, 4 and 2 rows a lane with 8, 12 and 16 warps, 4 with 12 is the fastest at 2^20 rows
 # (353, 351 us), 2 with 16 at 2,048 (6.1, 4.4 us). 8 columns a lane read the fewest operands from shared memory.
 SHAPES = {4: (Shape(4, 8, 12), Shape(2, 8, 16)), 8: (Shape(4, 4, 8), Shape(2, 4, 8))}
-TILE_LAUNCH, TILE_LAYER = 1.6, 0.3  # us, the latter for each layer that a tile goes through
-TILE_BYTES = 26_000  # of weights into shared memory, a us
-TILE_MULTIPLY_ADDS = 150_000  # a us and multiprocessor, with as many warps as its registers allow
-SUM_BYTES = {4: 1.0, 8: 2.0}  # float64 takes twice the time
+# The cost model, fitted to benchmarks/sweep-*: us; bytes a us; the rest by rows a lane: us of each input of a layer that a
+# tile goes through, and multiply-adds a us and multiprocessor, with as many warps as registers allow.
+TILE_LAUNCH, TILE_BYTES = 1.3, 26_000
+TILE_INPUT = {2: 0.0112, 4: 0.0224}
+TILE_MULTIPLY_ADDS = {2: 124_000, 4: 153_000}
+TILE_ROW = 0.0035  # us of a multiprocessor
+SUM_TIMES = {4: 1.0, 8: 2.0}  # float64 takes twice the time
 
 
 def values(network: Network, elements: int) -> int:
@@ -59,12 +62,15 @@ def slab_bytes(network: Network, rows_per_warp: int) -> int:
 
 
 def microseconds(network: Network, batch: int, device: Device, shape: Shape, warps: int) -> float:
-    """The GPU time of a call: the launch, the weights, a tile's way through the layers, and all tiles' work."""
-    tiles = -(-batch // (4 * shape.rows * device.multiprocessors))  # of one multiprocessor
+    """The GPU time of a call: the launch, the weights, a tile's way through the layers, and the work of the other tiles."""
+    rows = 4 * shape.rows
+    others = -(-batch // (rows * device.multiprocessors)) - 1  # on the busiest multiprocessor
     pairs = zip(network.sizes, network.sizes[1:], strict=False)
-    work = 4 * shape.rows * sum(k * -(-n // 8) * 8 for k, n in pairs) * SUM_BYTES[compute_itemsize(network)]
-    busy = tiles * work / TILE_MULTIPLY_ADDS * max(1.0, shape.warps / warps)
-    return TILE_LAUNCH + TILE_LAYER * network.depth + weight_values(network) * VECTOR_BYTES / TILE_BYTES + busy
+    times = SUM_TIMES[compute_itemsize(network)]
+    work = times * sum(k * -(-n // 8) * 8 for k, n in pairs) / TILE_MULTIPLY_ADDS[shape.rows] + TILE_ROW
+    latency = TILE_LAUNCH + weight_values(network) * VECTOR_BYTES / TILE_BYTES
+    latency += times * TILE_INPUT[shape.rows] * sum(network.sizes[:-1])
+    return latency + max(0, others) * rows * work * max(1.0, shape.warps / warps)
 
 
 def plan_tile(network: Network, batch: int, device: Device, access: Access) -> Plan:
