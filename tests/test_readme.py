@@ -13,6 +13,7 @@ from cupymlp.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+NETS_TABLE = (ROOT / "benchmarks" / "sweep-nets-h200.txt").read_text()
 LATENCY = json.loads((ROOT / "benchmarks" / "latency-h200.json").read_text())
 
 
@@ -63,19 +64,30 @@ def test_the_committed_measurement_shows_what_was_promised():
         assert figure("net(x)", batch, "host_us") <= limit + figure("cupy.empty", batch, "host_us")
 
 
-def test_the_figures_of_where_not_to_use_it_are_committed_ones():
-    def round_trips(file, batch):
-        rows = {
-            r["subject"]: r for r in json.loads((ROOT / "benchmarks" / file).read_text())["rows"] if r["batch"] == batch
-        }
-        return [rows[s]["round_trip_us"]["median"] for s in ("net(x, out=y)", "CuPy: matmul, maximum, ...")]
+def swept(file, net, batch, **wanted):
+    rows = json.loads((ROOT / "benchmarks" / file).read_text())["rows"]
+    (row,) = (
+        r
+        for r in rows
+        if (r["net"], r["batch"], r["dtype"]) == (net, batch, "float32") and all(r[k] == v for k, v in wanted.items())
+    )
+    return row["gpu_us"]["median"]
 
+
+def test_the_figures_of_the_sweep_are_committed_ones():
     text = " ".join(README.split())
-    few, million = round_trips("large-h200.json", 16384), round_trips("large-h200.json", 1048576)
-    wide = round_trips("wide-h200.json", 1024)
-    assert f"16,384 rows take {few[0]:.0f} us and five CuPy calls {few[1]:.0f};" in text
-    assert f"a million take {million[0] / 1e3:.1f} ms and {million[1] / 1e3:.1f}]" in text
-    assert f"at 1,024 rows: {wide[0]:.0f} us and {wide[1]:.0f}]" in text
+    wide, canonical = ("sweep-nets-h200.json", "512-512-512-512"), ("sweep-canonical-h200.json", "48-64-40-24")
+    tf32 = swept(*wide, 2**20, precision="tf32", schedule="mma") / 1e3
+    ieee = swept(*wide, 2**20, precision="ieee", schedule="layer") / 1e3
+    assert f"512-512-512-512, 2^20 rows: {tf32:.1f} ms in tf32, {ieee:.1f} in float32]" in text
+    library = re.search(r"512-512-512-512 float32 library  \[us\](?s:.*?)1,048,576  matmul\s+([\d.]+)", NETS_TABLE)
+    assert f"[cuBLAS {float(library[1]) / 1e3:.1f}]" in text
+    work = swept(*canonical, 2**22, precision="ieee", schedule="tile")
+    work /= swept(*canonical, 2**22, precision="ieee", subject="FMA peak")
+    assert f"4,194,304 float32 rows take {work:.2f} times what their multiply-adds take" in text
+    moved = swept(*canonical, 2**20, precision="tf32", schedule="wgmma")
+    moved /= swept(*canonical, 2**20, precision="tf32", subject="copy kernel")
+    assert f"1,048,576 in tf32 {moved:.2f} times a copy" in text
 
 
 def test_the_readme_is_one_screen():
