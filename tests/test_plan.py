@@ -78,11 +78,9 @@ def test_registers_have_room_for_what_is_held(sizes, dtype):
         per_output = [-(-k * net.itemsize // 16) * 16 * -(-n // block) for k, n in zip(sizes, sizes[1:])]
         assert 0 <= held <= net.depth
         if held == net.depth:
-            assert sum(per_output) <= ROW_HELD_BYTES[net.itemsize]
+            assert sum(per_output) <= ROW_HELD_BYTES[dtype]
         else:
-            assert sum(per_output[:held]) + group * net.itemsize <= max(
-                ROW_MIXED_BYTES[net.itemsize], group * net.itemsize
-            )
+            assert sum(per_output[:held]) + group * net.itemsize <= max(ROW_MIXED_BYTES[dtype], group * net.itemsize)
 
 
 def test_packed_sizes_count_padding():

@@ -28,7 +28,9 @@ ROW_BLOCK_LEAST, ROW_BLOCK_MOST = 64, 256
 # Weights that a thread keeps in registers or has on their way to them: 192 registers of its 255, the rest being for sums,
 # addresses and activations; 160 where some are read when needed, which takes more addresses. float16 and bfloat16 ones are
 # half as large and take twice the registers again when they are used.
-ROW_HELD_BYTES, ROW_MIXED_BYTES = {2: 448, 4: 768, 8: 768}, {2: 384, 4: 640, 8: 640}
+ROW_HELD_BYTES = {"float16": 448, "bfloat16": 432, "float32": 768, "float64": 768}
+ROW_MIXED_BYTES = {"float16": 384, "bfloat16": 352, "float32": 640, "float64": 640}
+ROW_SPARE_BYTES = 64  # that ptxas needs besides on sm_100 and newer
 # Products whose weights a thread asks for at a time in layers that are not held. More hide more latency; fewer let more
 # blocks share a multiprocessor, which is better once there are more blocks than multiprocessors.
 ROW_GROUP_MOST, ROW_GROUP_SHARING = 64, 32
@@ -43,18 +45,18 @@ def row_block(network: Network) -> int:
     return min(ROW_BLOCK_MOST, max(ROW_BLOCK_LEAST, -(-max(network.sizes[1:]) // 32) * 32))
 
 
-def row_held(network: Network, block: int, group: int) -> int:
+def row_held(network: Network, block: int, group: int, spare: int = 0) -> int:
     """How many layers, from the first, are held in registers from the start.
 
-    All of them if their weights fit; else as many as leave room for a group of products.
+    All of them if their weights fit and leave ``spare`` bytes; else as many as leave room for a group of products.
     """
     per_thread = [
         -(-n // block) * vectors(network, k) * VECTOR_BYTES
         for k, n in zip(network.sizes, network.sizes[1:], strict=False)
     ]
-    if sum(per_thread) <= ROW_HELD_BYTES[network.itemsize]:
+    if sum(per_thread) <= ROW_HELD_BYTES[network.dtype] - spare:
         return network.depth
-    room = ROW_MIXED_BYTES[network.itemsize] - group * network.itemsize
+    room = ROW_MIXED_BYTES[network.dtype] - group * network.itemsize
     held = 0
     while per_thread[held] <= room:  # ends before the last layer, since not all of them fit
         room -= per_thread[held]
@@ -92,7 +94,7 @@ def plan_row(network: Network, batch: int, device: Device, access: Access) -> Pl
         )
     block = row_block(network)
     group = ROW_GROUP_MOST if batch <= device.multiprocessors and network.itemsize <= 4 else ROW_GROUP_SHARING
-    held = row_held(network, block, group)
+    held = row_held(network, block, group, ROW_SPARE_BYTES if device.compute_capability >= 100 else 0)
     options = (
         *network_options(network, access),
         f"-DMLP_BLOCK={block}",

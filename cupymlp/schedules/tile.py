@@ -81,6 +81,8 @@ def plan_tile(network: Network, batch: int, device: Device, access: Access) -> P
     for shape in SHAPES[compute_itemsize(network)]:
         slab = slab_bytes(network, 4 * shape.rows)
         warps = shape.warps if slab == 0 else min(shape.warps, (device.shared_bytes - weights) // slab)
+        if network.sizes[0] > 64 and network.sizes[0] % 4:
+            warps = min(warps, 12)  # many features that are loaded one by one take more registers
         if warps > 0:
             warps = warps if warps < 4 else warps // 4 * 4
             candidates.append(
