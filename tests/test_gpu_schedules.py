@@ -158,6 +158,18 @@ def test_tensor_cores_are_within_the_bound_and_do_not_depend_on_the_batch(cupy, 
         assert same_bits(result(cupy, mlp, gpu_x[row]), whole[row])
 
 
+@pytest.mark.parametrize("precision", ["tf32", "split3"])
+@pytest.mark.parametrize("sizes", [CANONICAL, (17, 33, 65, 2), (16, 16, 1), (128,) * 5], ids=str)
+def test_the_planners_choice_does_not_depend_on_the_batch_in_its_bits(cupy, rng, sizes, precision):
+    """Where it takes mma for few rows and wgmma for many, their bits must be the same."""
+    net = with_precision(random_net(rng, sizes), precision)
+    x = on_gpu(cupy, rng.standard_normal((70_001, sizes[0])).astype("f4"))
+    mlp = net.mlp()
+    whole = result(cupy, mlp, x)
+    for batch in (1, 16, 100, 1000, 5000, 20_000):
+        assert same_bits(result(cupy, mlp, x, batch), whole[:batch]), batch
+
+
 @pytest.mark.parametrize("schedule", ["mma", "wgmma"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_split3_at_any_scale(cupy, rng, schedule, bias):
