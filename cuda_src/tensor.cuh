@@ -198,12 +198,6 @@ __device__ __forceinline__ float linear(float sum, const Scale& scale, float bia
     }
 }
 
-// And the activation. Not yet rounded to storage.
-template <int L>
-__device__ __forceinline__ float finish(float sum, const Scale& scale, float bias) {
-    return activate<activations[L]>(linear<L>(sum, scale, bias));
-}
-
 // A hidden layer's padded columns are 0, whatever a sum of infinities made of them. tile: of 8 columns.
 template <int L>
 __device__ __forceinline__ void clear_padding(float (&v)[4], int tile, int t) {

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from support import unavailable
 
 from cupymlp._gpu import gpu_problem
 
@@ -44,3 +45,14 @@ def pytest_runtest_makereport(item, call):
 @pytest.fixture
 def rng():
     return np.random.default_rng(20260101)
+
+
+@pytest.fixture(scope="session")
+def nvrtc():
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        unavailable(f"CuPy with NVRTC is needed to compile: {error}")
+    return nvrtc

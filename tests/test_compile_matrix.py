@@ -6,10 +6,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from support import CANONICAL, H200, NETS, unavailable
+from compiling import build, registers, spills
+from support import CANONICAL, H200, NETS
 
-from cupymlp._compile import COMPILE_OPTIONS
-from cupymlp._source import kernel_source
 from cupymlp.network import Network
 from cupymlp.plan import CONTIGUOUS, Access
 from cupymlp.schedules import plan_gpu
@@ -34,48 +33,14 @@ ACCESSES = {
 }
 
 
-@pytest.fixture(scope="module")
-def nvrtc():
-    try:
-        from cupy.cuda import nvrtc
-
-        nvrtc.getVersion()
-    except (ImportError, RuntimeError) as error:
-        unavailable(f"CuPy with NVRTC is needed to compile: {error}")
-    return nvrtc
-
-
 def network(sizes, dtype, precision="ieee"):
     depth = len(sizes) - 1
     return Network(tuple(sizes), ("relu",) * (depth - 1) + ("identity",), (True,) * depth, dtype, precision)
 
 
-def build(nvrtc, kernel, architecture, *, ptx=False):
-    """Compile as CuPy does, -ftz=true included; returns the code and the log."""
-    name = f"{kernel.name}.cu"
-    program = nvrtc.createProgram(kernel_source(name), name, [], [])
-    target = architecture.replace("sm", "compute") if ptx else architecture
-    options = [*COMPILE_OPTIONS, *kernel.options, "-ftz=true", f"-arch={target}", "--ptxas-options=-v"]
-    try:
-        nvrtc.compileProgram(program, options)
-    except nvrtc.NVRTCError:
-        pytest.fail(nvrtc.getProgramLog(program))
-    return (nvrtc.getPTX if ptx else nvrtc.getCUBIN)(program), nvrtc.getProgramLog(program)
-
-
 def only_kernel(sizes, dtype, batch, schedule, access=CONTIGUOUS, device=H200):
     (kernel,) = plan_gpu(network(sizes, dtype), batch, device, access, schedule).kernels
     return kernel
-
-
-def spills(log: str) -> int:
-    found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    assert found, log
-    return int(found[1]) + int(found[2])
-
-
-def registers(log: str) -> int:
-    return int(re.search(r"Used (\d+) registers", log)[1])
 
 
 def nets_of(dtype):

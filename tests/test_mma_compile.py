@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from support import CANONICAL, H200, unavailable
+from compiling import DEVICES as ALL_DEVICES
+from compiling import build, spills
+from support import CANONICAL, H200
 
-from cupymlp._compile import COMPILE_OPTIONS
-from cupymlp._source import kernel_source
 from cupymlp.network import Network
-from cupymlp.plan import CONTIGUOUS, Access, Device
+from cupymlp.plan import CONTIGUOUS, Access
 from cupymlp.schedules import plan_gpu
 
 KINDS = {
@@ -19,15 +19,7 @@ KINDS = {
     "float16": ("float16", "ieee"),
     "bfloat16": ("bfloat16", "ieee"),
 }
-DEVICES = {
-    "sm_80": Device("A100", 80, 108, 166912),
-    "sm_86": Device("RTX A6000", 86, 84, 101376),
-    "sm_89": Device("L40", 89, 142, 101376),
-    "sm_90": H200,
-    "sm_90a": H200,
-    "sm_100": Device("B200", 100, 148, 232448),
-    "sm_120": Device("RTX 5090", 120, 170, 101376),
-}
+DEVICES = {**ALL_DEVICES, "sm_90a": H200}
 ACCESSES = {
     "contiguous": CONTIGUOUS,
     "strided float16": Access("float16", "strided", "strided", 2),
@@ -36,41 +28,11 @@ ACCESSES = {
 }
 
 
-@pytest.fixture(scope="module")
-def nvrtc():
-    try:
-        from cupy.cuda import nvrtc
-
-        nvrtc.getVersion()
-    except (ImportError, RuntimeError) as error:
-        unavailable(f"CuPy with NVRTC is needed to compile: {error}")
-    return nvrtc
-
-
 def kernel(kind, sizes, device, batch=1 << 20, access=CONTIGUOUS):
     dtype, precision = KINDS[kind]
     depth = len(sizes) - 1
     network = Network(tuple(sizes), ("relu",) * (depth - 1) + ("identity",), (True,) * depth, dtype, precision)
     return plan_gpu(network, batch, device, access, "mma").kernels[0]
-
-
-def build(nvrtc, kernel, architecture, *, ptx=False):
-    """Compile as CuPy does, -ftz=true included; returns the code and the log."""
-    program = nvrtc.createProgram(kernel_source("mlp_mma.cu"), "mlp_mma.cu", [], [])
-    target = architecture.replace("sm", "compute") if ptx else architecture
-    options = [*COMPILE_OPTIONS, *kernel.options, "-ftz=true", f"-arch={target}", "--ptxas-options=-v"]
-    try:
-        nvrtc.compileProgram(program, options)
-    except nvrtc.NVRTCError:
-        pytest.fail(nvrtc.getProgramLog(program))
-    return (nvrtc.getPTX if ptx else nvrtc.getCUBIN)(program), nvrtc.getProgramLog(program)
-
-
-def spills(log: str) -> int:
-    """Of the kernel, and of plain_row, which it calls."""
-    found = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    assert found, log
-    return sum(int(number) for pair in found for number in pair)
 
 
 def check(nvrtc, kernel, architecture):

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from support import H200
-from test_compile_matrix import build, nvrtc, spills  # noqa: F401
+from compiling import DEVICES, build, spills
 
 from cupymlp.network import Network
-from cupymlp.plan import Device
 from cupymlp.schedules import plan_gpu
 
-DEVICES = {
-    "sm_80": Device("A100", 80, 108, 166_912),
-    "sm_86": Device("an Ampere workstation GPU", 86, 84, 101_376),
-    "sm_89": Device("an Ada GPU", 89, 142, 101_376),
-    "sm_90": H200,
-    "sm_100": Device("B200", 100, 148, 232_448),
-    "sm_120": Device("a Blackwell workstation GPU", 120, 170, 101_376),
-}
 NETS = ((64, 64, 64, 64), (128, 128, 128), (127, 128, 3), (32,) * 8)
 KINDS = (("float64", "ieee"), ("float16", "ieee"), ("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "split3"))
 
 
 @pytest.mark.parametrize("architecture", DEVICES)
-def test_no_kernel_that_is_picked_spills(nvrtc, architecture):  # noqa: F811
+def test_no_kernel_that_is_picked_spills(nvrtc, architecture):
     device = DEVICES[architecture]
     kinds = (("float32", "ieee"), *(KINDS if architecture in {"sm_80", "sm_120"} else ()))
     kernels = {}
@@ -39,6 +27,5 @@ def test_no_kernel_that_is_picked_spills(nvrtc, architecture):  # noqa: F811
                     kernels |= {(k.name, k.options): (k, sizes, batch) for k in plan.kernels}
     for kernel, sizes, batch in kernels.values():
         own = "sm_90a" if kernel.name == "mlp_wgmma" else architecture
-        plain = replace(kernel, options=tuple(o for o in kernel.options if not o.startswith("-arch")))
-        _, log = build(nvrtc, plain, own)
+        _, log = build(nvrtc, kernel, own)
         assert spills(log) == 0, (kernel.name, sizes, batch, kernel.options)

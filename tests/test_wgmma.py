@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from compiling import build, registers, spills
 from support import CANONICAL, H200
-from test_compile_matrix import build, network, nvrtc, registers, spills  # noqa: F401
 
 from cupymlp.network import Network
 from cupymlp.plan import CONTIGUOUS, Access, PlanError
@@ -24,15 +24,14 @@ def net_of(sizes, dtype, precision, biases=True):
 
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
-def test_nothing_is_spilled_and_no_wgmma_waits_for_another(nvrtc, dtype, precision):  # noqa: F811
+def test_nothing_is_spilled_and_no_wgmma_waits_for_another(nvrtc, dtype, precision):
     """C75xx is what ptxas says when it serialises wgmma instructions."""
     for sizes in NETS:
         for biases in (False, True):
             for access in ACCESSES if sizes == CANONICAL else ACCESSES[:1]:
                 kernel = plan_gpu(net_of(sizes, dtype, precision, biases), 1 << 20, H200, access, "wgmma").kernels[0]
                 assert "-arch=sm_90a" in kernel.options
-                plain = replace(kernel, options=tuple(o for o in kernel.options if not o.startswith("-arch")))
-                _, log = build(nvrtc, plain, "sm_90a")
+                _, log = build(nvrtc, kernel, "sm_90a")
                 assert spills(log) == 0, (sizes, biases, log)
                 assert "C75" not in log, (sizes, biases, log)
                 assert "warning" not in log, log
@@ -40,10 +39,9 @@ def test_nothing_is_spilled_and_no_wgmma_waits_for_another(nvrtc, dtype, precisi
 
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
-def test_nothing_on_the_data_path_flushes_subnormals(nvrtc, dtype, precision):  # noqa: F811
+def test_nothing_on_the_data_path_flushes_subnormals(nvrtc, dtype, precision):
     kernel = plan_gpu(net_of(CANONICAL, dtype, precision), 1 << 20, H200, schedule="wgmma").kernels[0]
-    plain = replace(kernel, options=tuple(o for o in kernel.options if not o.startswith("-arch")))
-    code, _ = build(nvrtc, plain, "sm_90a", ptx=True)
+    code, _ = build(nvrtc, kernel, "sm_90a", ptx=True)
     assert ".ftz" not in code.decode()
 
 
@@ -54,7 +52,7 @@ def test_it_is_for_hopper_only_and_says_so():
         with pytest.raises(PlanError, match=f"needs a Hopper GPU \\(sm_90\\), and another GPU is sm_{capability}"):
             plan_gpu(net, 1000, device, schedule="wgmma")
     with pytest.raises(PlanError, match="computes tf32, split3, and float16 or bfloat16 networks"):
-        plan_gpu(network(CANONICAL, "float32"), 1000, H200, schedule="wgmma")
+        plan_gpu(net_of(CANONICAL, "float32", "ieee"), 1000, H200, schedule="wgmma")
 
 
 @pytest.mark.parametrize("sizes", [(129, 3), (3, 129, 4), (7, 0, 4), (0, 5)], ids=str)

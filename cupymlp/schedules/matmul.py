@@ -13,7 +13,8 @@ __all__ = ["array_offsets", "arrays_bytes", "matmul_scratch", "matmul_steps", "p
 
 BLOCK = 256
 BLOCKS_OF_A_MULTIPROCESSOR = 8
-# The cost model, in us, and in multiply-adds or bytes a us of an H200's 132 multiprocessors: first guesses.
+# The cost model, in us, and in multiply-adds or bytes a us of an H200's 132 multiprocessors: float32's near
+# benchmarks/sweep-*, the others guesses; no choice rests on them.
 GEMM_LEAST = 4.0
 GEMM_MULTIPLY_ADDS = {"float16": 300e6, "bfloat16": 300e6, "float32": 22e6, "float64": 24e6}
 KERNEL_LEAST, KERNEL_BYTES = 2.5, 4.1e6

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..network import Network
-from ..plan import Access, Device, KernelPlan, Plan, PlanError, multiply_adds, network_options, vectors
-from .mma import OVERLAP, math_of, packing_microseconds, padded, staged_bytes, tensor_bytes, tensor_options
+from ..plan import Access, Device, KernelPlan, Plan, PlanError, multiply_adds, network_options
+from .mma import (
+    OVERLAP,
+    math_of,
+    packing_microseconds,
+    padded,
+    plain_row_bytes,
+    staged_bytes,
+    tensor_bytes,
+    tensor_options,
+)
 
 __all__ = ["plan_wgmma"]
 
@@ -22,9 +31,7 @@ X_BYTES = {"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16":
 
 def warp_bytes(network: Network, x_itemsize: int) -> int:
     """Shared memory of one warp: ``WARP_BYTES`` of mlp_wgmma.cu."""
-    split = math_of(network) == "split3"
-    inputs = network.sizes[:-1]
-    plain = 16 * sum(vectors(network, max(inputs[parity::2], default=0)) for parity in (0, 1)) if split else 0
+    plain = plain_row_bytes(network) if math_of(network) == "split3" else 0
     ring = 2 * padded(16 * network.sizes[0] * x_itemsize, 128)
     return ring + padded(16 * network.sizes[-1] * network.itemsize, 128) + padded(plain, 128)
 
