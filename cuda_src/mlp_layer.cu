@@ -32,7 +32,7 @@ constexpr int CHUNKS = (K + MLP_CHUNK - 1) / MLP_CHUNK;
 
 // --- Shared memory: two stages, each the slabs of the row warps and the weights [k / VT][column][VT] of a chunk -------------
 
-constexpr int SLAB_PIECES = MLP_CHUNK * (ROWS_PER_WARP / PIECE);
+constexpr int SLAB_PIECES = slab_of(MLP_CHUNK);
 constexpr int SLABS_VALUES = MLP_ROW_WARPS * SLAB_PIECES * static_cast<int>(sizeof(Piece)) / 16;
 constexpr int STAGE_VALUES = SLABS_VALUES + MLP_CHUNK / VT * BLOCK_COLUMNS;
 static_assert(2 * 16 * STAGE_VALUES == MLP_SHARED_BYTES, "the plan and the kernel disagree");
@@ -54,7 +54,7 @@ struct RowsShare {
 
     static __device__ __forceinline__ int slab(int unit) { return unit % ROW_UNITS / (ROWS_PER_WARP / 8); }
     static __device__ __forceinline__ int row_in_slab(int unit, int lane) {
-        return lane / 4 % 4 + 4 * (lane / 16 * (ROWS_PER_WARP / 8) + unit % (ROWS_PER_WARP / 8));
+        return lane / 4 % 4 + lane / 16 * 4 + 8 * (unit % (ROWS_PER_WARP / 8));
     }
     static __device__ __forceinline__ int k_in_chunk(int unit, int lane) { return unit / ROW_UNITS * 16 + lane % 4 * 4; }
 
@@ -94,11 +94,11 @@ struct RowsShare {
             const int unit = warp + n * WARPS;
             if (UNITS % WARPS != 0 && unit >= UNITS) break;
             const int k = k_in_chunk(unit, lane);
-            T* const here = to + (slab(unit) * MLP_CHUNK + k / 16 * 16) * ROWS_PER_WARP;
+            T* const here = to + slab(unit) * SLAB_PIECES * PIECE;
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const bool inside = K % MLP_CHUNK == 0 || chunk * MLP_CHUNK + k + e < K;
-                here[element_at(k % 16 + e, row_in_slab(unit, lane))] = inside ? convert(quad[n].v[e]) : -T(0);
+                here[element_at(k + e, row_in_slab(unit, lane))] = inside ? convert(quad[n].v[e]) : -T(0);
             }
         }
     }
@@ -144,16 +144,15 @@ struct WeightsShare {
 
 // --- The products of a stage --------------------------------------------------------------------------------------------------
 
-// COUNT products. slab: of the lane's row warp. w: the weights of the lane's first column. Small blocks are unrolled, so that
-// they overlap.
+// COUNT products. rows, w: as in tile.cuh. Small blocks are unrolled, so that they overlap.
 template <int COUNT, int UNROLL = (MLP_ROWS * MLP_COLUMNS > 16 ? 1 : COUNT / SUM_BLOCK + 1)>
-__device__ __forceinline__ void add_chunk(T (&sum)[MLP_ROWS][MLP_COLUMNS], const Piece* slab, int g, const Values* w) {
+__device__ __forceinline__ void add_chunk(T (&sum)[MLP_ROWS][MLP_COLUMNS], const Piece* rows, const Values* w) {
     constexpr int WHOLE = COUNT / SUM_BLOCK * SUM_BLOCK;
 #pragma unroll UNROLL
     for (int k = 0; k < WHOLE; k += SUM_BLOCK)
-        add_block<SUM_BLOCK, MLP_COLUMNS>(sum, slab, k, g, w + k / VT * BLOCK_COLUMNS, BLOCK_COLUMNS);
+        add_block<SUM_BLOCK, MLP_COLUMNS>(sum, rows + row_at(k), w + k / VT * BLOCK_COLUMNS, BLOCK_COLUMNS);
     if constexpr (COUNT > WHOLE)
-        add_block<COUNT - WHOLE, MLP_COLUMNS>(sum, slab, WHOLE, g, w + WHOLE / VT * BLOCK_COLUMNS, BLOCK_COLUMNS);
+        add_block<COUNT - WHOLE, MLP_COLUMNS>(sum, rows + row_at(WHOLE), w + WHOLE / VT * BLOCK_COLUMNS, BLOCK_COLUMNS);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * LANES, MLP_BLOCKS)
@@ -206,11 +205,11 @@ mlp_layer(const X* __restrict__ x,     // (.., K), read through rows
                 weights_share.load(weights, ahead, tile_column);
                 asm volatile("" ::: "memory");
             }
-            const Piece* const slab = reinterpret_cast<const Piece*>(stage) + row_warp * SLAB_PIECES;
+            const Piece* const pieces = reinterpret_cast<const Piece*>(stage) + row_warp * SLAB_PIECES + g;
             const Values* const w = stage + SLABS_VALUES + lane_column;
             constexpr int LAST = K - (CHUNKS - 1) * MLP_CHUNK;  // k of the last chunk
-            if (LAST == MLP_CHUNK || more) add_chunk<MLP_CHUNK>(sum, slab, g, w);
-            else add_chunk<LAST>(sum, slab, g, w);
+            if (LAST == MLP_CHUNK || more) add_chunk<MLP_CHUNK>(sum, pieces, w);
+            else add_chunk<LAST>(sum, pieces, w);
             if (CHUNKS > 1) {
                 rows_share.store_to(next, ahead, lane, warp);
                 weights_share.store_to(next);

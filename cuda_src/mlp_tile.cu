@@ -32,7 +32,7 @@ __device__ constexpr long long values_before(int layer) {
 __device__ constexpr long long slab_pieces(int parity) {
     long long widest = 0;
     for (int l = parity; l < depth; l += 2) widest = values(sizes[l]) > widest ? values(sizes[l]) : widest;
-    return widest * VT * (ROWS_PER_WARP / PIECE);
+    return slab_of(static_cast<int>(widest) * VT);
 }
 constexpr long long SLABS_AT = values_before(depth);
 constexpr long long SLAB_PIECES = slab_pieces(0) + slab_pieces(1);
@@ -120,8 +120,9 @@ struct PartOfX {
     const Rows& rows;
     bool wide;  // whole aligned quads
     int lane;
+    unsigned int first = opaque(element_at(4 * (lane % 4), row(0)));  // the element of a slab that it writes first
 
-    __device__ __forceinline__ int row(int i) const { return lane / 4 % 4 + lane / 16 * (ROWS_PER_WARP / 2) + 4 * i; }
+    __device__ __forceinline__ int row(int i) const { return lane / 4 % 4 + lane / 16 * 4 + 8 * i; }
     __device__ __forceinline__ bool exists(int n) const { return QUADS % 4 == 0 || 4 * n + lane % 4 < QUADS; }
     __device__ __forceinline__ Quad load(long long first_row, int last, int i, int n) const {
         const RowOfX from = row_of_x(x, rows, first_row + (row(i) < last ? row(i) : last));
@@ -130,10 +131,11 @@ struct PartOfX {
     }
     __device__ __forceinline__ void store(const Quad& q, Piece* slab, int i, int n) const {
         constexpr int WRITTEN = values(FEATURES_IN) * VT;
+        T* const to = reinterpret_cast<T*>(slab) + first;
 #pragma unroll
         for (int e = 0; e < 4; ++e)
             if (WRITTEN % 4 == 0 || 4 * (4 * n + lane % 4) + e < WRITTEN)
-                reinterpret_cast<T*>(slab)[16 * ROWS_PER_WARP * n + element_at(lane % 4 * 4 + e, row(i))] = q.v[e];
+                to[element_at(16 * n + e, 8 * i)] = q.v[e];
     }
 };
 
@@ -189,22 +191,29 @@ struct NextRows<false> {
 
 // --- One layer after the other --------------------------------------------------------------------------------------------
 
+// Whether the first block of a sum without bias is computed apart, which saves adding it to -0, but costs code: more than a few
+// kB that all warps go through are read too slowly (canonical net, 2^20 rows: 338.5 us without, 336.3 so, 348.8 for all layers).
+template <int L>
+constexpr bool FIRST_APART = !biases[L] && Layer<L>::K >= SUM_BLOCK && MLP_ROWS * Columns<L>::C <= 20;
+
+// What a lane computes: the rows of group g, and the first of the columns.
+struct Lane { int index, g, column; };
+
 // Compute layer L and all that follow for a warp's rows 0 .. last. in holds the activations of layer L; out is free.
 template <int L, class BeforeLast>
-__device__ __forceinline__ void run_layers(Piece* in, Piece* out, S* y, const Rows& rows, long long first_row, int last, int lane,
-                                           const BeforeLast& before_last) {
+__device__ __forceinline__ void run_layers(Piece* in, Piece* out, S* y, const Rows& rows, long long first_row, int last,
+                                           const Lane& lane, const BeforeLast& before_last) {
     using Here = Layer<L>;
     constexpr int K = Here::K, N = Here::N;
     constexpr bool LAST = L == depth - 1;
     if constexpr (LAST) before_last();
     if constexpr (N > 0) {
         constexpr int PER_LANE = Columns<L>::PER_LANE, PASSES = Columns<L>::PASSES, C = Columns<L>::C;
-        const int g = row_group(lane);
 #pragma unroll 1
         for (int pass = 0; pass < PASSES; ++pass) {
             // The last pass may begin a little earlier, so that all are as wide: what is computed twice has the same bits.
-            const int first = (PASSES * C == PER_LANE ? pass * C : (pass + 1 < PASSES ? pass * C : PER_LANE - C)) * COLUMN_GROUPS + column_group(lane);
-            const Values* const weights = shared + values_before(L) + first;
+            const int first = (PASSES * C == PER_LANE ? pass * C : (pass + 1 < PASSES ? pass * C : PER_LANE - C)) * COLUMN_GROUPS + lane.column;
+            const Values* weights = shared + values_before(L) + first;
             T sum[MLP_ROWS][C];
 #pragma unroll
             for (int c = 0; c < C; ++c) {
@@ -214,19 +223,27 @@ __device__ __forceinline__ void run_layers(Piece* in, Piece* out, S* y, const Ro
 #pragma unroll
                 for (int r = 0; r < MLP_ROWS; ++r) sum[r][c] = start;
             }
-#pragma unroll 1
-            for (int k = 0; k < K / SUM_BLOCK * SUM_BLOCK; k += SUM_BLOCK)
-                add_block<SUM_BLOCK, C>(sum, in, k, g, weights + k / VT * columns(L), columns(L));
-            if constexpr (K % SUM_BLOCK != 0) {
-                constexpr int k = K / SUM_BLOCK * SUM_BLOCK;
-                add_block<K - k, C>(sum, in, k, g, weights + k / VT * columns(L), columns(L));
+            const Piece* pieces = in + lane.g;
+            const auto advance = [&] {
+                pieces += row_at(SUM_BLOCK);
+                weights += SUM_BLOCK / VT * columns(L);
+            };
+            if constexpr (FIRST_APART<L>) {
+                sum_block<SUM_BLOCK, C>(sum, pieces, weights, columns(L));
+                advance();
             }
+#pragma unroll 1
+            for (int block = FIRST_APART<L>; block < K / SUM_BLOCK; ++block) {
+                add_block<SUM_BLOCK, C>(sum, pieces, weights, columns(L));
+                advance();
+            }
+            if constexpr (K % SUM_BLOCK != 0) add_block<K % SUM_BLOCK, C>(sum, pieces, weights, columns(L));
 #pragma unroll
             for (int p = 0; p < PIECES; ++p) {
                 if constexpr (LAST) {
 #pragma unroll
                     for (int e = 0; e < PIECE; ++e) {
-                        const int r = row_of(g, p, e);
+                        const int r = row_of(lane.g, p, e);
                         if (r > last) continue;
                         const RowOfY to = row_of_y(y, rows, first_row + r);
 #pragma unroll
@@ -236,14 +253,14 @@ __device__ __forceinline__ void run_layers(Piece* in, Piece* out, S* y, const Ro
                         }
                     }
                 } else {
-                    Piece* const to[] = {out + piece_at(first, p * 4 + g), out + piece_at(first, p * 4 + g ^ 2)};
+                    Piece* const to = out + row_at(first) + p * 4 + lane.g;
 #pragma unroll
                     for (int c = 0; c < C; ++c) {
                         Piece h;
 #pragma unroll
                         for (int e = 0; e < PIECE; ++e) h.v[e] = stored(activate<activations[L]>(sum[p * PIECE + e][c]));
-                        const int j = first + c * COLUMN_GROUPS;  // flips bit 1 of swap_of where c is odd
-                        if (N % COLUMN_GROUPS == 0 || j < N) to[c % 2][c * COLUMN_GROUPS * (ROWS_PER_WARP / PIECE)] = h;
+                        const int j = first + c * COLUMN_GROUPS;
+                        if (N % COLUMN_GROUPS == 0 || j < N) to[row_at(c * COLUMN_GROUPS)] = h;
                     }
                 }
             }
@@ -251,8 +268,8 @@ __device__ __forceinline__ void run_layers(Piece* in, Piece* out, S* y, const Ro
     }
     if constexpr (!LAST) {
         if constexpr (N % VT != 0) {  // past the last feature: -0
-            T* const rest = reinterpret_cast<T*>(out) + N * ROWS_PER_WARP;
-            for (int i = lane; i < (VT - N % VT) * ROWS_PER_WARP; i += LANES) rest[i] = -T(0);
+            for (int i = lane.index; i < (VT - N % VT) * ROWS_PER_WARP; i += LANES)
+                reinterpret_cast<T*>(out)[element_at(N + i / ROWS_PER_WARP, i % ROWS_PER_WARP)] = -T(0);
         }
         __syncwarp();
         run_layers<L + 1>(out, in, y, rows, first_row, last, lane, before_last);
@@ -267,6 +284,7 @@ mlp_tile(const X* __restrict__ x,   // (batch, K), read through rows
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     load_weights<0>(weights);
 
+    const Lane groups = {lane, static_cast<int>(opaque(row_group(lane))), static_cast<int>(opaque(column_group(lane)))};
     Piece* const even = reinterpret_cast<Piece*>(shared + SLABS_AT) + warp * SLAB_PIECES;
     Piece* const odd = even + slab_pieces(0);
     const bool wide = MLP_BATCH_DIMS == 0 && FEATURES_IN % 4 == 0 && reinterpret_cast<unsigned long long>(x) % (4 * sizeof(X)) == 0;
@@ -284,7 +302,7 @@ mlp_tile(const X* __restrict__ x,   // (batch, K), read through rows
     for (; first_row < rows.batch; first_row += step) {
         next.store_to(even, part);
         __syncwarp();
-        run_layers<0>(even, odd, y, rows, first_row, last_of(first_row), lane, [&] {
+        run_layers<0>(even, odd, y, rows, first_row, last_of(first_row), groups, [&] {
             if (first_row + step < rows.batch) next.request(part, first_row + step, last_of(first_row + step));
         });
         __syncwarp();  // the next tile overwrites what this one reads

@@ -31,25 +31,26 @@ struct alignas(PIECE * sizeof(T)) Piece { T v[PIECE]; };
 __device__ __forceinline__ int row_group(int lane) { return (lane >> 1 & 1) | (lane >> 2 & 2); }
 __device__ __forceinline__ int column_group(int lane) { return (lane & 1) | (lane >> 1 & 2) | (lane >> 2 & 4); }
 
-// Where piece q of row k of a slab is, in pieces. The bits of q are swapped around by k, so that the lanes' stores of
-// activations (neighbouring k and g), those of x (every fourth k) and the loads spread over the banks of shared memory.
-__device__ __forceinline__ constexpr int swap_of(int k) {
-    return (k / 4 & 3) ^ (PIECES == 1 ? k & 2 : (k & 3) << 1);
+// Where row k of a slab begins, in pieces. Gaps spread over the banks of shared memory what lanes store at once: pieces of
+// four neighbouring k, and numbers of x of every fourth k. What depends on k is a constant wherever k is one.
+constexpr int ROW_PIECES = 4 * PIECES;
+constexpr bool WHOLE_VECTORS = sizeof(Piece) == 16;
+constexpr int FOUR_ROWS = 4 * ROW_PIECES + (WHOLE_VECTORS ? 2 : 4);
+__device__ __forceinline__ constexpr int row_at(int k) {
+    return k / 4 * FOUR_ROWS + k % 4 * ROW_PIECES + (WHOLE_VECTORS ? k & 2 : 0);
 }
-__device__ __forceinline__ int piece_at(int k, int q) { return k * (ROWS_PER_WARP / PIECE) + (q ^ swap_of(k)); }
-__device__ __forceinline__ int element_at(int k, int row) { return piece_at(k, row / PIECE) * PIECE + row % PIECE; }
+__device__ constexpr int slab_of(int rows) { return (rows + 3) / 4 * FOUR_ROWS; }  // pieces
+__device__ __forceinline__ constexpr int element_at(int k, int row) { return row_at(k) * PIECE + row; }
 
 // The row, among a warp's, of element e of a lane's piece p.
 __device__ __forceinline__ int row_of(int g, int p, int e) { return (p * 4 + g) * PIECE + e; }
 
-// One block of the sum, from +0: the products of COUNT consecutive k, from first (a multiple of SUM_BLOCK) on, for each row
-// of the lane and each of C columns. w: the weights of vector first / VT of the lane's first column; its next column is
-// 8 Values further, the next VT of k a stride.
+// One block of the sum, from +0: the products of COUNT consecutive k for each row of the lane and each of C columns. rows: the
+// lane's first piece of the first k. w: the lane's first column of the first VT of k; its next column is 8 Values further,
+// the next VT of k a stride.
 template <int COUNT, int C>
-__device__ __forceinline__ void sum_block(T (&block)[MLP_ROWS][C], const Piece* slab, int first, int g, const Values* w,
-                                          int stride) {
-    static_assert(COUNT <= SUM_BLOCK && SUM_BLOCK == 16, "the swapping in piece_at repeats every 16 of k");
-    const Piece* const rows = slab + first * (ROWS_PER_WARP / PIECE);
+__device__ __forceinline__ void sum_block(T (&block)[MLP_ROWS][C], const Piece* rows, const Values* w, int stride) {
+    static_assert(COUNT <= SUM_BLOCK && SUM_BLOCK % 4 == 0, "row_at has a block's rows where it has those of the first one");
     constexpr int VECTORS = (COUNT + VT - 1) / VT;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -61,31 +62,26 @@ __device__ __forceinline__ void sum_block(T (&block)[MLP_ROWS][C], const Piece* 
             const int k = i * VT + e;
             Piece h[PIECES];
 #pragma unroll
-            for (int p = 0; p < PIECES; ++p)  // piece_at(k, 4 * p + g), with what depends on the lane apart
-                h[p] = rows[k * (ROWS_PER_WARP / PIECE) + (p * 4 ^ (swap_of(k) & 4)) + (g ^ (swap_of(k) & 3))];
-            // A multiply-add takes a cycle more if two of its operands lie in one of the registers' four banks. With rows
-            // innermost neighbours share a weight, which is then read once; it lies in bank e and row r of h in bank r % 4,
-            // as 16-byte loads put them, so the row that is first with a new weight is one of another bank. And the weights
-            // are loaded last to first. (Of the canonical net's multiply-adds with 4 rows and 8 columns 28 % were late in the
-            // plain order, 11 % are in this one, by the listing of ptxas 13.0.)
+            for (int p = 0; p < PIECES; ++p) h[p] = rows[row_at(k) + 4 * p];
+            // Their order is free. Registers have few ports, and which operands are read together is up to ptxas, which takes
+            // this order as a hint: with 8 rows, where a weight then serves 8 neighbours, columns one after the other are
+            // faster (canonical net, 2^20 rows: 341 us against 359), with 4 rows rows are (334 against 337).
 #pragma unroll
-            for (int c = 0; c < C; ++c)
-#pragma unroll
-                for (int i = 0; i < MLP_ROWS; ++i) {
-                    const int r = ((c % 2 ? MLP_ROWS - 1 - i : i) + e + 2) % MLP_ROWS;
-                    const T before = k == 0 ? T(0) : block[r][c];
-                    block[r][c] = fused_multiply_add(h[r / PIECE].v[r % PIECE], weights[c].v[e], before);
-                }
+            for (int n = 0; n < MLP_ROWS * C; ++n) {
+                const int c = MLP_ROWS == 8 ? n / MLP_ROWS : n % C;
+                const int r = MLP_ROWS == 8 ? ((c % 2 ? MLP_ROWS - 1 - n % MLP_ROWS : n % MLP_ROWS) + e + 2) % MLP_ROWS : n / C;
+                const T before = k == 0 ? T(0) : block[r][c];
+                block[r][c] = fused_multiply_add(h[r / PIECE].v[r % PIECE], weights[c].v[e], before);
+            }
         }
     }
 }
 
 // One block of the sum, added to sum.
 template <int COUNT, int C>
-__device__ __forceinline__ void add_block(T (&sum)[MLP_ROWS][C], const Piece* slab, int first, int g, const Values* w,
-                                          int stride) {
+__device__ __forceinline__ void add_block(T (&sum)[MLP_ROWS][C], const Piece* rows, const Values* w, int stride) {
     T block[MLP_ROWS][C];
-    sum_block<COUNT, C>(block, slab, first, g, w, stride);
+    sum_block<COUNT, C>(block, rows, w, stride);
 #pragma unroll
     for (int r = 0; r < MLP_ROWS; ++r)
 #pragma unroll

