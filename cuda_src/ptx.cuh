@@ -62,10 +62,15 @@ __device__ __forceinline__ float product(float a, float b) {
 
 // --- sm_80 and newer: what tensor cores take --------------------------------------------------------------
 
-// The bits of v rounded to the 11 significant bits of tf32, ties away from zero.
+// The bits of v rounded to the 11 significant bits of tf32; ties to even, or on GPUs before sm_90, which would take three
+// instructions instead of one, away from zero.
 __device__ __forceinline__ unsigned int round_to_tf32(float v) {
     unsigned int r;
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(r) : "f"(v));
+#else
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(v));
+#endif
     return r;
 }
 
@@ -83,7 +88,16 @@ __device__ __forceinline__ float relu_doubled(float v) {
     return r;
 }
 
-// half_pair and bfloat16_pair of relu of both numbers.
+// round_to_tf32, half_pair and bfloat16_pair of relu of the numbers.
+__device__ __forceinline__ unsigned int relu_round_to_tf32(float v) {
+#if __CUDA_ARCH__ >= 900
+    unsigned int r;
+    asm("cvt.rn.relu.tf32.f32 %0, %1;" : "=r"(r) : "f"(v));
+    return r;
+#else
+    return round_to_tf32(relu(v));
+#endif
+}
 __device__ __forceinline__ unsigned int relu_half_pair(float first, float second) {
     unsigned int r;
     asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));

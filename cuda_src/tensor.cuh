@@ -84,21 +84,18 @@ __device__ __forceinline__ Pair biases_of(const char* packed, int tile, int t) {
 constexpr int FRAGMENT_REGISTERS = ELEMENT_BYTES * PARTS;
 struct alignas(4 * FRAGMENT_REGISTERS) Fragment { unsigned int r[FRAGMENT_REGISTERS]; };
 
-// The activations that tensor cores see, of tf32, float16 and bfloat16 networks: one rounding of v.
+// The activations that tensor cores see, of tf32, float16 and bfloat16 networks: one rounding of v, or of relu(v).
+template <bool RELU = false>
 __device__ __forceinline__ Fragment fragment_of(const float (&v)[4]) {
-    static_assert(!SPLIT || FRAGMENT_REGISTERS == 4, "");
     Fragment f;
     if constexpr (MATH == Math::tf32) {
-        f.r[0] = round_to_tf32(v[0]);
-        f.r[1] = round_to_tf32(v[2]);
-        f.r[2] = round_to_tf32(v[1]);
-        f.r[3] = round_to_tf32(v[3]);
-    } else if constexpr (MATH == Math::float16) {
-        f.r[0] = half_pair(v[0], v[1]);
-        f.r[1] = half_pair(v[2], v[3]);
-    } else if constexpr (MATH == Math::bfloat16) {
-        f.r[0] = bfloat16_pair(v[0], v[1]);
-        f.r[1] = bfloat16_pair(v[2], v[3]);
+        constexpr auto round = RELU ? relu_round_to_tf32 : round_to_tf32;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f.r[e % 2 * 2 + e / 2] = round(v[e]);
+    } else {
+        constexpr auto round = MATH == Math::float16 ? (RELU ? relu_half_pair : half_pair) : (RELU ? relu_bfloat16_pair : bfloat16_pair);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) f.r[r] = round(v[2 * r], v[2 * r + 1]);
     }
     return f;
 }
@@ -212,13 +209,9 @@ __device__ __forceinline__ void clear_padding(float (&v)[4], int tile, int t) {
 // Linear results of a hidden layer to what the next one multiplies; not for split3, which looks at whole rows first.
 template <int L>
 __device__ __forceinline__ Fragment hidden_fragment(float (&v)[4], int tile, int t) {
-    if constexpr (activations[L] == Act::relu && MATH != Math::tf32) {  // rounding and relu in one instruction
+    if constexpr (activations[L] == Act::relu) {
         clear_padding<L>(v, tile, t);
-        Fragment f;
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            f.r[r] = MATH == Math::float16 ? relu_half_pair(v[2 * r], v[2 * r + 1]) : relu_bfloat16_pair(v[2 * r], v[2 * r + 1]);
-        return f;
+        return fragment_of<true>(v);
     } else {
 #pragma unroll
         for (int e = 0; e < 4; ++e) v[e] = activate<activations[L]>(v[e]);

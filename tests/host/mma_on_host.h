@@ -57,6 +57,7 @@ inline unsigned int bfloat16_pair(float first, float second) {
     return bits(first) | bits(second) << 16;
 }
 
+inline unsigned int relu_round_to_tf32(float v) { return round_to_tf32(relu(v)); }
 inline unsigned int relu_half_pair(float first, float second) { return half_pair(relu(first), relu(second)); }
 inline unsigned int relu_bfloat16_pair(float first, float second) { return bfloat16_pair(relu(first), relu(second)); }
 
