@@ -16,12 +16,12 @@ __all__ = ["layer_bytes", "math_of", "padded", "plan_mma", "tensor_bytes", "tens
 PACKING = 150.0  # us a layer: some dozen calls of CuPy
 # The cost model, fitted to benchmarks/sweep-*: us, and us a layer; bytes of weights a us; bytes of x and y, and products of
 # operands, a us and multiprocessor; with activations in shared memory, us of a warp's tile for each product of a row.
-MMA_LAUNCH, MMA_STAGED_BYTES, MMA_BYTES = 1.0, 35_000, 30_000
-MMA_LAYER = {"tf32": 0.25, "split3": 0.5, "float16": 0.22, "bfloat16": 0.22}
-MMA_PRODUCTS = {"tf32": 900_000, "split3": 400_000, "float16": 1_200_000, "bfloat16": 1_200_000}
-MMA_ROW = 0.0022  # us of a multiprocessor
+MMA_LAUNCH, MMA_STAGED_BYTES, MMA_BYTES = 1.15, 35_000, 30_000
+MMA_LAYER = {"tf32": 0.24, "split3": 0.44, "float16": 0.25, "bfloat16": 0.26}
+MMA_PRODUCTS = {"tf32": 1_520_000, "split3": 400_000, "float16": 1_200_000, "bfloat16": 1_200_000}
+MMA_ROW = 0.00136  # us of a multiprocessor
 MMA_SHARED = {"tf32": 3.0e-4, "split3": 4.1e-4, "float16": 1.55e-4, "bfloat16": 1.55e-4}
-MMA_SHARED_PRODUCTS = {"tf32": 150_000, "split3": 120_000, "float16": 400_000, "bfloat16": 400_000}
+MMA_SHARED_PRODUCTS = {"tf32": 175_000, "split3": 129_000, "float16": 400_000, "bfloat16": 400_000}
 SHAPE_PRODUCTS = {"tf32": 900_000, "split3": 500_000, "float16": 1_800_000, "bfloat16": 1_800_000}
 SHAPE_L2_BYTES = 40_000
 OVERLAP = 0.25  # of the shorter of memory and products that the longer does not hide

@@ -35,9 +35,9 @@ ROW_SPARE_BYTES = 64  # that ptxas needs besides on sm_100 and newer
 # blocks share a multiprocessor, which is better once there are more blocks than multiprocessors.
 ROW_GROUP_MOST, ROW_GROUP_SHARING = 64, 32
 # The cost model, fitted to benchmarks/sweep-*: us; multiply-adds a us and multiprocessor.
-ROW_LAUNCH, ROW_HELD_LAYER, ROW_READ = 0.85, 0.2, 0.48
-ROW_BLOCK_START = 0.073  # us of a multiprocessor
-ROW_MULTIPLY_ADDS = {"float16": 45_000, "bfloat16": 38_000, "float32": 35_000, "float64": 17_000}
+ROW_LAUNCH, ROW_HELD_LAYER, ROW_READ = 0.89, 0.23, 0.414
+ROW_BLOCK_START = 0.0815  # us of a multiprocessor
+ROW_MULTIPLY_ADDS = {"float16": 47_200, "bfloat16": 42_300, "float32": 36_100, "float64": 17_000}
 
 
 def row_block(network: Network) -> int:

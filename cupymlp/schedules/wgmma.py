@@ -21,10 +21,10 @@ __all__ = ["plan_wgmma"]
 
 # The cost model, fitted to benchmarks/sweep-*: us, and us a layer; bytes of weights a us; bytes of x and y, and products of
 # operands, a us and multiprocessor.
-WGMMA_LAUNCH, WGMMA_STAGED_BYTES, WGMMA_BYTES = 1.2, 60_000, 30_000
-WGMMA_LAYER = {"tf32": 0.32, "split3": 0.45, "float16": 0.3, "bfloat16": 0.3}
-WGMMA_ROW = 0.0008  # us of a multiprocessor
-WGMMA_PRODUCTS = {"tf32": 1_200_000, "split3": 800_000, "float16": 2_400_000, "bfloat16": 2_400_000}
+WGMMA_LAUNCH, WGMMA_STAGED_BYTES, WGMMA_BYTES = 1.38, 58_000, 34_600
+WGMMA_LAYER = {"tf32": 0.262, "split3": 0.413, "float16": 0.27, "bfloat16": 0.27}
+WGMMA_ROW = 0.0012  # us of a multiprocessor
+WGMMA_PRODUCTS = {"tf32": 2_030_000, "split3": 784_000, "float16": 2_610_000, "bfloat16": 2_610_000}
 WIDEST = 128  # activations and sums of a lane's rows stay in registers
 X_BYTES = {"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2, "float32": 4}
 
