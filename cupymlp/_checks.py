@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ._gpu import is_cupy_array, is_foreign_gpu_array, view_foreign
+from ._gpu import cupy_or_error, declares_read_only, is_cupy_array, is_foreign_gpu_array, view_foreign
 from ._launch import aligned
 from .activations import ACTIVATIONS
 from .network import DTYPES, PRECISIONS, Network, numpy_dtype, precision_takes
@@ -79,7 +79,7 @@ def read_layers(caller: str, weights: Any, biases: Any, weight_layout: str) -> L
     for name, weight in zip(names, weights, strict=True):
         if (libraries[name] == "gpu") != on_gpu:
             raise TypeError(mixed_message(names[0], weights[0], name, weight))
-        ready.append(weight if on_gpu else as_numpy(name, weight))
+        ready.append(as_cupy(name, weight) if on_gpu else as_numpy(name, weight))
         _check_float(name, ready[-1])
         if len(ready[-1].shape) != 2:
             raise ValueError(f"{name} has shape {tuple(ready[-1].shape)}; accepted: a 2-D array")
@@ -100,7 +100,7 @@ def read_layers(caller: str, weights: Any, biases: Any, weight_layout: str) -> L
             name = f"biases[{i}]"
             if (library_of(name, bias) == "gpu") != on_gpu:
                 raise TypeError(mixed_message(names[0], weights[0], name, bias))
-            array = bias if on_gpu else as_numpy(name, bias)
+            array = as_cupy(name, bias) if on_gpu else as_numpy(name, bias)
             _check_float(name, array)
             if tuple(array.shape) != (sizes[i + 1],):
                 raise ValueError(f"{name} has shape {tuple(array.shape)}; layer {i + 1} needs ({sizes[i + 1]},)")
@@ -287,7 +287,15 @@ def library_of(name: str, array: Any) -> str:
     """``gpu`` or ``numpy``: where an argument belongs."""
     if array is None:
         raise TypeError(f"{name} is None; accepted: an array")
-    return "gpu" if is_cupy_array(array) or is_foreign_gpu_array(array) else "numpy"
+    if is_cupy_array(array):
+        return "gpu"
+    try:
+        return "gpu" if is_foreign_gpu_array(array) else "numpy"
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} is a {type_name(array)} that does not tell its device ({error}); accepted: an array that lies on one CUDA "
+            "device, or on the host. Move it to one first"
+        ) from error
 
 
 def mixed_message(a_name: str, a: Any, b_name: str, b: Any) -> str:
@@ -302,7 +310,7 @@ def as_numpy(name: str, array: Any) -> NDArray[Any]:
         raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.filled(value)")
     try:
         result = np.asarray(array)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: torch's, for a tensor that records gradients
         raise TypeError(f"{name} is a {type_name(array)} that NumPy makes no array of ({error})") from error
     if result.dtype.kind in "OSUVMmTc" and dtype_name(result.dtype) not in readable_dtypes():
         raise TypeError(f"{name} is a {type_name(array)} of dtype {result.dtype}; accepted: an array of real numbers")
@@ -310,13 +318,13 @@ def as_numpy(name: str, array: Any) -> NDArray[Any]:
 
 
 def as_cupy(name: str, array: Any, *, writable: bool = False) -> Any:
+    """A CuPy array on the same memory, which the current stream of its device may use; see `view_foreign`."""
     if is_cupy_array(array):
         return array
-    if writable:
-        interface = getattr(array, "__cuda_array_interface__", None)
-        if interface is not None and interface["data"][1]:
-            raise ValueError(f"{name} is read-only: pass an array that can be written")
-    return view_foreign(array)
+    view, read_only = view_foreign(f"{name} is a {type_name(array)}", array)
+    if writable and (read_only or declares_read_only(array)):
+        raise ValueError(f"{name} is read-only: it is a {type_name(array)}. Pass an array that can be written")
+    return view
 
 
 def _check_float(name: str, array: Any) -> None:
@@ -328,7 +336,9 @@ def _check_float(name: str, array: Any) -> None:
 def to_host(array: Any, name: str) -> NDArray[Any]:
     if isinstance(array, np.ndarray):
         return array
-    return cast("NDArray[Any]", aligned(as_cupy(name, array)).get())
+    view = as_cupy(name, array)
+    with cupy_or_error("an array on a GPU").cuda.Device(view.data.device_id):  # its current stream is in order
+        return cast("NDArray[Any]", aligned(view).get())
 
 
 @cache
