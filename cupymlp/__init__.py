@@ -9,11 +9,12 @@ bounds), ``verify``, then ``models``, ``bench`` and ``cli``. The kernels are in 
 cores.
 """
 
+from ._map import MapError, MapInterrupted
 from .fused import fused_mlp
 from .mlp import MLP
 from .network import Network
 from .plan import Plan, PlanError
 from .verify import Report, verify
 
-__all__ = ["MLP", "Network", "Plan", "PlanError", "Report", "fused_mlp", "verify"]
+__all__ = ["MLP", "MapError", "MapInterrupted", "Network", "Plan", "PlanError", "Report", "fused_mlp", "verify"]
 __version__ = "0.1.0"

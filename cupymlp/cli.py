@@ -1,4 +1,4 @@
-"""The command line: ``python -m cupymlp verify | bench | plan | info``."""
+"""The command line: ``python -m cupymlp verify | bench | plan | run | info``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ._map import MapError, MapInterrupted
 from .bench import command as bench_command
 from .mlp import MLP
 from .network import DTYPES, PRECISIONS
@@ -19,10 +20,16 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 1 if a verification failed, 2 for what the user got wrong."""
+    """Run the command line; returns the exit status: 0, 1 if a verification failed, 2 for what the user got wrong.
+
+    A run that stops on its way returns 3; one that Ctrl-C stops, 130.
+    """
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
+    except (MapError, MapInterrupted) as error:
+        print(f"cupymlp: {error}", file=sys.stderr)
+        return 3 if isinstance(error, MapError) else 130
     except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
         print(f"cupymlp: {error}", file=sys.stderr)
         return 2
@@ -57,6 +64,25 @@ def _parser() -> argparse.ArgumentParser:
     bench_command.add_arguments(
         command("bench", _bench, "Verify, then measure many networks and batch sizes, or the latency table of one.")
     )
+    run = command("run", _run, "Compute a file with a saved network, chunk by chunk: files larger than memory will do.")
+    run.add_argument("file", metavar="model.npz", help="a file that MLP.save wrote")
+    run.add_argument("x", help="a .npy file, or the folder of a zarr array: (..., K)")
+    run.add_argument(
+        "-o",
+        "--out",
+        required=True,
+        help="the .npy file, or .zarr folder, to write; as <out>.part until it is complete",
+    )
+    run.add_argument("--force", action="store_true", help="overwrite <out>, and what a run that stopped has left")
+    run.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from where a run that stopped has come; from the beginning if there is none",
+    )
+    run.add_argument("--rows", type=int, help="of a chunk, at most; default: about 24 MB on the GPU, 4 MB on the CPU")
+    run.add_argument("--quiet", action="store_true", help="show no progress")
+    run.add_argument("--schedule", choices=tuple(SCHEDULES), help="force this one on the GPU")
+    run.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     command("info", _info, "Print what a bug report needs.")
     return parser
 
@@ -94,6 +120,21 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     print(_network(options).plan(options.batch, options.device))
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    net = MLP.load(options.file, schedule=options.schedule)
+    path = net.map(
+        Path(options.x),
+        Path(options.out),
+        options.rows,
+        not options.quiet,
+        resume=options.resume,
+        overwrite=options.force,
+        device=options.device,
+    )
+    print(path)
     return 0
 
 

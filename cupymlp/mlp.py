@@ -300,6 +300,104 @@ class MLP:
         plan = plan_gpu(self._network, rows, device_numbers(device_id), schedule=self._schedule)
         return with_registers(plan, device_id)
 
+    def map(
+        self,
+        x: Any,
+        out: Any = None,
+        rows: int | None = None,
+        progress: Any = None,
+        *,
+        resume: int = 0,
+        overwrite: bool = False,
+        device: Device = None,
+    ) -> Any:
+        """The network of an x that is larger than the GPU, or than memory: chunk by chunk, from and to arrays and files.
+
+        Chunks of rows go through pinned memory to the GPU and back, while others are read and written. It takes less than 2 GB
+        of host memory, and of GPU memory, beside x and out, whatever their size. A row is one vector of features: an x
+        (A, B, K) has A * B of them.
+
+        Parameters
+        ----------
+        x
+            A NumPy array (..., K) of any strides and byte order, memory maps included; the path of a ``.npy`` file or of the
+            folder of a zarr array; or an object with shape, dtype and slices of its first axis, as zarr's and h5py's arrays.
+            Its dtype must widen to the network's, as for a call.
+        out
+            Where to put the result (..., N). None: a new NumPy array. An array or such an object, of the network's dtype,
+            which shares no memory with x. A path that ends in ``.npy`` or ``.zarr``: written as ``<path>.part`` beside it,
+            and renamed when all of it is there.
+        rows
+            How many rows a chunk has, at most. None: about 24 MB of x and out on the GPU, 4 MB on the CPU. Where zarr's chunks
+            are not too large, a whole number of them, so that none is written twice. Never more than 256 MB.
+        progress
+            Called as ``progress(done, total)``, in rows, at the beginning and after every chunk. True: a bar on stderr, if rich
+            is installed and a terminal is there, else lines.
+        resume
+            How many leading rows of out are complete already: go on from there. True, for a path: as many as ``<path>.part``
+            records; from the beginning if there is none. Out of another network or x it is an error.
+        overwrite
+            Whether the path may exist (it stays as it is until the new one is complete) and, without ``resume``, whether what
+            an earlier run left at ``<path>.part`` may be thrown away.
+        device
+            ``"cuda"``: the current GPU, ``"cpu"``, or None: the GPU if there is one, else the CPU.
+
+        Returns
+        -------
+        array or path
+            ``out``, or the new array; for a path, a ``pathlib.Path``. Everything is done when it returns.
+
+        Raises
+        ------
+        ValueError, TypeError, FileExistsError
+            For what cannot be computed or written, before anything is: those of a call, a truncated or damaged file, a path
+            that exists.
+        MapError
+            A RuntimeError, for what fails on the way; its cause is the error, its message names the rows. Its ``rows`` leading
+            rows of ``out`` are complete, and the message says how to go on. If GPU memory is short, chunks are halved first.
+        MapInterrupted
+            A KeyboardInterrupt, for Ctrl-C, with the same ``rows`` and ``out``.
+
+        Notes
+        -----
+        Results are those of ``net(x)``: to the bit on the GPU with ``precision="ieee"`` in float32 and float64. In float16 and
+        bfloat16 the schedule, and on the CPU and with ``precision="library"`` BLAS, may depend on the rows of a chunk: there
+        last bits may differ, within the error bound.
+
+        A memory map as out can be a torn one if the machine stops; and if its file is cut while it is used, the system ends the
+        process (SIGBUS). Files by path are read and written by calls, which raise.
+
+        Examples
+        --------
+        >>> import tempfile, pathlib
+        >>> import numpy as np
+        >>> import cupymlp
+        >>> rng = np.random.default_rng(0)
+        >>> net = cupymlp.MLP([rng.standard_normal((3, 8)), rng.standard_normal((8, 2))])
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> np.save(folder / "x.npy", rng.standard_normal((1000, 3)))
+        >>> done = []
+        >>> path = net.map(folder / "x.npy", out=folder / "y.npy", rows=400, progress=lambda rows, total: done.append(rows))
+        >>> y = np.load(path, mmap_mode="r")
+        >>> y.shape, done
+        ((1000, 2), [0, 400, 800, 1000])
+        >>> np.allclose(y, net(np.load(folder / "x.npy")))
+        True
+        """
+        from ._map import run_map
+        from ._map_engine import CpuEngine, Engine
+
+        check_device(device)
+        engine: Engine
+        if device == "cuda" or (device is None and gpu_problem() is None):
+            from ._pipeline import GpuEngine
+
+            engine = GpuEngine(self._on_gpu(), self._network)
+        else:
+            engine = CpuEngine(self._network, *self._on_cpu())
+        arrays = [*self._weights, *self._biases]
+        return run_map(engine, self._network, arrays, x, out, rows, progress, resume, overwrite)
+
     # --- Files and other libraries' models ------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
