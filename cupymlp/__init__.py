@@ -2,13 +2,15 @@
 
 To read the source, in this order: ``mlp`` and ``fused`` (what users call; ``_checks`` has the checks), ``network`` (the
 description), ``activations``, ``plan`` (what a plan is) and ``schedules`` (network + batch + device numbers -> plan, one file
-a schedule), ``_source``, ``_compile`` and ``_launch`` (from a .cu file to a launch; ``_chain``: to several), ``_pack`` (weights
-in the kernels' order), ``_host`` (NumPy arrays on the GPU), ``cpu``, ``reference`` (the formula in float64, and its error
-bounds), ``verify``, then ``models``, ``bench`` and ``cli``. The kernels are in ``cuda_src``: ``common.cuh`` and ``mlp_row.cu``;
-``tile.cuh``, ``mlp_tile.cu`` and ``mlp_layer.cu`` for many rows; ``tensor.cuh``, ``mlp_mma.cu`` and ``mlp_wgmma.cu`` for tensor
-cores.
+a schedule), ``_source``, ``_compile`` and ``_launch`` (from a .cu file to a launch; ``_chain``: to several), ``_pack``
+(weights in the kernels' order), ``_direct`` and ``_graph`` (launches that cost little), ``_host`` (NumPy arrays on the GPU),
+``_map`` and ``_pipeline`` (arrays larger than the GPU), ``cpu``, ``reference`` (the formula in float64, and its error
+bounds), ``verify``, then ``models``, ``bench`` and ``cli``. The kernels are in ``cuda_src``: ``common.cuh`` and
+``mlp_row.cu``; ``tile.cuh``, ``mlp_tile.cu`` and ``mlp_layer.cu`` for many rows; ``tensor.cuh``, ``mlp_mma.cu`` and
+``mlp_wgmma.cu`` for tensor cores.
 """
 
+from ._graph import Bound, capture
 from ._map import MapError, MapInterrupted
 from .fused import fused_mlp
 from .mlp import MLP
@@ -16,5 +18,17 @@ from .network import Network
 from .plan import Plan, PlanError
 from .verify import Report, verify
 
-__all__ = ["MLP", "MapError", "MapInterrupted", "Network", "Plan", "PlanError", "Report", "fused_mlp", "verify"]
+__all__ = [
+    "MLP",
+    "Bound",
+    "MapError",
+    "MapInterrupted",
+    "Network",
+    "Plan",
+    "PlanError",
+    "Report",
+    "capture",
+    "fused_mlp",
+    "verify",
+]
 __version__ = "0.1.0"

@@ -19,14 +19,16 @@ from numpy.typing import NDArray
 
 from ._chain import Chain, cublas_reads, record, refuse_in_capture
 from ._compile import kernel_for
+from ._direct import direct_launch
 from ._gpu import cupy_or_error, device_numbers
 from ._pack import pack
+from ._recorders import keep, recorders
 from ._strides import byte_bounds, merge_axes
 from .network import Network, numpy_dtype
 from .plan import CONTIGUOUS, Access
 from .schedules import plan_gpu
 
-__all__ = ["FusedCall", "PackedNet", "aligned", "find_fused", "fused_key", "remember_fused"]
+__all__ = ["FusedCall", "PackedNet", "aligned", "find_fused", "fused_key", "overlap", "remember_fused"]
 
 PREPARED_CALLS = 256  # remembered by an MLP; past that it starts afresh
 ALIGNMENT_BITS = 7  # of an address: what the largest element needs to be 0
@@ -38,6 +40,7 @@ class _Call:
     """Everything about a call that its shapes, strides, dtypes and device determine."""
 
     launcher: Any  # CuPy's Function, or a Chain of them; None if there is nothing to compute
+    chain: bool
     layout: str  # of the weights that the kernel reads
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -54,7 +57,7 @@ def _prepare(network: Network, schedule: str | None, x: Any, out: Any, *, packed
     out_shape = (*shape[:-1], network.sizes[-1])
     batch = math.prod(shape[:-1])
     if batch == 0 or network.sizes[-1] == 0:
-        return _Call(None, "", (0, 0, 0), (0, 0, 0), 0, None, (0, 0), (0, 0), out_shape)
+        return _Call(None, False, "", (0, 0, 0), (0, 0, 0), 0, None, (0, 0), (0, 0), out_shape)
     x_itemsize, out_itemsize = x_dtype.itemsize, network.itemsize
     out_strides = _c_strides(out_shape, out_itemsize) if out is None else out.strides
     if any(length > 1 and step == 0 for length, step in zip(out_shape, out_strides, strict=True)):
@@ -85,6 +88,7 @@ def _prepare(network: Network, schedule: str | None, x: Any, out: Any, *, packed
     chain = plan.rows_at_once > 0
     return _Call(
         launcher=Chain(plan, access, device_id) if chain else kernel_for(plan.kernels[0], device_id).launcher(),
+        chain=chain,
         layout=plan.layout,
         grid=(0, 0, 0) if chain else (plan.grid[0], 1, 1),
         block=(0, 0, 0) if chain else (plan.block[0], 1, 1),
@@ -115,11 +119,35 @@ def _overlap(x_pointer: int, x_bounds: tuple[int, int], out_pointer: int, out_bo
     )
 
 
+def overlap(x: Any, out: Any) -> bool:
+    """Whether two arrays share memory, as far as the bytes from the first to the last one of each say."""
+    x_bytes, out_bytes = (byte_bounds(a.shape, a.strides, a.dtype.itemsize) for a in (x, out))
+    return _overlap(x.data.ptr, x_bytes, out.data.ptr, out_bytes)
+
+
 def _remember(known: dict[Any, Any], key: Any, call: Any, lock: threading.Lock) -> None:
     with lock:
         if len(known) >= PREPARED_CALLS:
             known.clear()
         known[key] = call
+
+
+class _Prepared:
+    """A call of a `PackedNet` that needs nothing but addresses."""
+
+    __slots__ = ("direct", "launcher", "nearest_above", "nearest_below", "out_shape", "rows", "weights")
+
+    def __init__(self, call: _Call, weights: Any, device_id: int) -> None:
+        # The distances of x from out, by their first elements, between which they overlap.
+        self.nearest_below = call.out_bounds[0] - call.x_bounds[1]
+        self.nearest_above = call.out_bounds[1] - call.x_bounds[0]
+        self.out_shape = call.out_shape
+        self.launcher, self.weights, self.rows = call.launcher, weights, call.rows
+        self.direct: Callable[[int, int], int] | None = None
+        if call.launcher is not None and not call.chain:
+            rows = [call.rows] if isinstance(call.rows, int) else call.rows.view(np.int64).tolist()
+            place = (call.grid[0], call.block[0], call.shared_bytes)
+            self.direct = direct_launch(call.launcher, *place, weights.data.ptr, rows, device_id)
 
 
 class PackedNet:
@@ -152,7 +180,8 @@ class PackedNet:
         self._schedule = schedule
         self._dtype = numpy_dtype(network.dtype)
         self._on_device: dict[tuple[int, str], Any] = {}
-        self._calls: dict[tuple[Any, ...], _Call] = {}
+        self._calls: dict[tuple[Any, ...], _Prepared] = {}
+        self._latest: tuple[Any, Any] = (None, None)  # the key and the value that were used last
         self._lock = threading.Lock()
         self._cupy = cupy_or_error("a call on the GPU")
         self._current_device = self._cupy.cuda.runtime.getDevice
@@ -160,43 +189,59 @@ class PackedNet:
 
     def __call__(self, x: Any, out: Any = None) -> Any:
         """The network of x (a CuPy array), on x's device and its current stream, in out or in a new CuPy array."""
+        return self.run(x, out)
+
+    def run(self, x: Any, out: Any) -> Any:
+        """The same: a plain method, which costs less to call."""
         memory = x.data
         device_id = memory.device_id
         if device_id != self._current_device():
             with self._cupy.cuda.Device(device_id):
-                return self(x, out)
+                return self.run(x, out)
         pointer = memory.ptr
+        key: tuple[Any, ...]
         if out is None:
             out_pointer = 0
-            key: tuple[Any, ...] = (device_id, x.shape, x.strides, x.dtype, pointer & ALIGNMENT_BITS)
+            key = (device_id, x.shape, x._c_contiguous or x.strides, x.dtype, pointer & ALIGNMENT_BITS)
         else:
-            out_memory = out.data
-            out_pointer = out_memory.ptr
+            to = out.data
+            out_pointer = to.ptr
             bits = (pointer | out_pointer) & ALIGNMENT_BITS
-            key = (
-                device_id,
-                x.shape,
-                x.strides,
-                x.dtype,
-                bits,
-                out.shape,
-                out.strides,
-                out.dtype,
-                out_memory.device_id,
-            )
-        call = self._calls.get(key)
-        if call is None:
-            call = self._prepare(key, x, out)
+            # CuPy's own mark: strides are a tuple to be made, and follow from the shape of a contiguous array.
+            layout, to_layout = x._c_contiguous or x.strides, out._c_contiguous or out.strides
+            key = (device_id, x.shape, layout, x.dtype, bits, out.shape, to_layout, out.dtype, to.device_id)
+        latest, call = self._latest  # comparing tuples takes a third of hashing them
+        if key != latest:
+            call = self._calls.get(key) or self._prepare(key, x, out)
+            self._latest = key, call
         if out is None:
             out = self._ndarray(call.out_shape, self._dtype)
-        elif call.launcher is not None and _overlap(pointer, call.x_bounds, out_pointer, call.out_bounds):
-            return self(_copy(x), out)  # as NumPy: the answer of arrays that do not overlap
-        if call.launcher is not None:
-            weights = self._on_device[device_id, call.layout]
-            call.launcher(call.grid, call.block, (x, out, weights, call.rows), call.shared_bytes)
+            out_pointer = out.data.ptr
+        elif call.nearest_below < pointer - out_pointer < call.nearest_above:
+            return self.run(_copy(x), out)  # they overlap; as NumPy: the answer of arrays that do not
+        if call.direct is not None:
+            stream = call.direct(pointer, out_pointer)
+            if recorders:
+                keep(stream, self, (x, out))
+        elif call.launcher is not None:
+            call.launcher((0, 0, 0), (0, 0, 0), (x, out, call.weights, call.rows), 0)
+            if recorders:
+                keep(self._cupy.cuda.get_current_stream().ptr, self, (x, out))
         return out
 
-    def _prepare(self, key: tuple[Any, ...], x: Any, out: Any) -> _Call:
+    @property
+    def network(self) -> Network:
+        """What it computes."""
+        return self._network
+
+    def launches_once(self, x: Any) -> bool:
+        """Whether a call on an x like this, and a contiguous out, is one launch of one kernel."""
+        access = CONTIGUOUS if x.dtype.name == self._network.dtype else Access(x.dtype.name)
+        batch = math.prod(x.shape[:-1])
+        plan = plan_gpu(self._network, batch, device_numbers(x.data.device_id), access, self._schedule)
+        return plan.rows_at_once == 0
+
+    def _prepare(self, key: tuple[Any, ...], x: Any, out: Any) -> _Prepared:
         """Check and prepare what was not seen before."""
         if out is None:
             self._check(x.shape, x.dtype, None, None)
@@ -207,10 +252,17 @@ class PackedNet:
                     f"x is on device {x.data.device_id} and out on device {out.data.device_id}: pass an out on x's device"
                 )
         call = _prepare(self._network, self._schedule, x, out, packed=True)
+        device_id = x.data.device_id
+        weights = None
         if call.launcher is not None:
-            self._upload(x.data.device_id, call.layout)
-        _remember(self._calls, key, call, self._lock)
-        return call
+            self._upload(device_id, call.layout)
+            weights = self._on_device[device_id, call.layout]
+        prepared = _Prepared(call, weights, device_id)
+        _remember(self._calls, key, prepared, self._lock)
+        if out is None:  # and the call that then gives what this one returns
+            with_out = (*key, call.out_shape, True, self._dtype, device_id)
+            _remember(self._calls, with_out, prepared, self._lock)
+        return prepared
 
     def _upload(self, device_id: int, layout: str) -> None:
         """Put the weights on the current device, once. Waits until they are there: any stream may read them next."""
@@ -311,6 +363,8 @@ class FusedCall:
                 pointers = [w.data.ptr for w in weights] + [0 if b is None else b.data.ptr for b in biases]
                 table = record(pointers + self._strides)
             call.launcher(call.grid, call.block, (x, out, table, call.rows), call.shared_bytes)
+            if recorders:
+                keep(cupy.cuda.get_current_stream().ptr, self, (weights, biases, x, out), table)
         return out
 
 

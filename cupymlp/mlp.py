@@ -29,7 +29,8 @@ from ._checks import (
 )
 from ._compile import with_registers
 from ._gpu import cupy_or_error, device_numbers, gpu_problem
-from ._host import run_on_gpu
+from ._graph import Bound, bind
+from ._host import Host
 from ._launch import PackedNet
 from .cpu import run_cpu
 from .network import Network, numpy_dtype
@@ -144,6 +145,7 @@ class MLP:
         self._for_cpu: Any = None  # the weights and biases that the CPU path takes, made at the first call there
         self._seen: set[Any] = set()  # shapes and dtypes of NumPy arrays that were checked
         self._gpu: Any = None  # a PackedNet, made at the first call on a GPU
+        self._host: Host | None = None  # its calls on NumPy arrays, made at the first
         self._cupy_ndarray: Any = None
 
     # --- What it is -------------------------------------------------------------------------------------------
@@ -228,9 +230,52 @@ class MLP:
         RuntimeError
             If ``device="cuda"`` and there is no GPU, or for a first call while a stream captures.
         """
-        if type(x) is self._cupy_ndarray and type(out) in (self._cupy_ndarray, type(None)) and device in (None, "cuda"):
-            return self._gpu(x, out)  # the hot path: the PackedNet checks what it has not seen before
+        if type(x) is self._cupy_ndarray and device is None and (out is None or type(out) is self._cupy_ndarray):
+            return self._gpu.run(x, out)  # the hot path: the PackedNet checks what it has not seen before
+        if self._host is not None and type(x) is np.ndarray and device in (None, "cuda"):
+            y = self._host.replay(x, out)  # and that of NumPy arrays
+            if y is not None:
+                return y
         return self._dispatch(x, out, device)
+
+    def bind(self, x: Any, out: Any = None) -> Bound:
+        """The call ``net(x, out=out)`` as a CUDA graph, for the same arrays again and again.
+
+        Parameters
+        ----------
+        x, out
+            GPU arrays, as for a call, that do not overlap. None: ``out`` is a new CuPy array.
+
+        Returns
+        -------
+        Bound
+            Call it to compute again, on the current stream, from whatever x holds by then. It keeps x, its ``out`` and the
+            weights. Several networks in one graph: `cupymlp.capture`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Those of a call. For NumPy arrays, whose calls are graphs already.
+        RuntimeError
+            If there is no GPU; within a capture; for ``precision="library"``.
+
+        Notes
+        -----
+        It computes once, on the current stream, before it captures.
+
+        Examples
+        --------
+        ::
+
+            step = policy.bind(observation)
+            while True:
+                observation[...] = ...
+                act(step())
+        """
+        if library_of("x", x) != "gpu" or (out is not None and library_of("out", out) != "gpu"):
+            arrays = f"x is a {type_name(x)}" + ("" if out is None else f" and out a {type_name(out)}")
+            raise TypeError(f"{arrays}; accepted: arrays on a GPU. Calls on NumPy arrays keep a graph by themselves")
+        return bind(self._on_gpu(), as_cupy("x", x), None if out is None else as_cupy("out", out, writable=True), out)
 
     def _dispatch(self, x: Any, out: Any, device: Device) -> Any:
         check_device(device)
@@ -266,7 +311,9 @@ class MLP:
         if out.size == 0:
             return cast("NDArray[np.floating]", out)
         if use_gpu:
-            run_on_gpu(net, x, out)
+            if self._host is None:
+                self._host = Host(net)
+            self._host.run(x, out)
         else:
             if np.may_share_memory(x, out):
                 x = x.copy()

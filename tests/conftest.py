@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from support import unavailable
+from support import CANONICAL, random_net, unavailable
 
 from cupymlp._gpu import gpu_problem
 
@@ -45,6 +45,11 @@ def pytest_runtest_makereport(item, call):
 @pytest.fixture
 def rng():
     return np.random.default_rng(20260101)
+
+
+@pytest.fixture
+def canonical(rng):
+    return random_net(rng, CANONICAL, biases=[True, False, True], activations=["relu", "relu", "identity"])
 
 
 @pytest.fixture(scope="session")

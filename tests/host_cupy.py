@@ -33,6 +33,10 @@ class HostArray(np.ndarray):
     def data(self):
         return SimpleNamespace(ptr=self.__array_interface__["data"][0], device_id=0)
 
+    @property
+    def _c_contiguous(self):
+        return self.flags.c_contiguous
+
     def set(self, array, stream=None):
         self[...] = array
 

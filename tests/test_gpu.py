@@ -28,11 +28,6 @@ def cupy():
     return pytest.importorskip("cupy")
 
 
-@pytest.fixture
-def canonical(rng):
-    return random_net(rng, CANONICAL, biases=[True, False, True], activations=["relu", "relu", "identity"])
-
-
 def on_gpu(cupy, net, x, **options):
     """net(x) in an output that was poisoned before."""
     out = cupy.full((*x.shape[:-1], net.network.sizes[-1]), np.nan, net.network.dtype)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import CANONICAL, NETS, c_loop, odd_values, random_net, same_bits
+from support import NETS, c_loop, odd_values, random_net, same_bits
 
 import cupymlp
 import cupymlp.mlp
@@ -32,11 +32,6 @@ def worst(net, y, x):
     with np.errstate(all="ignore"):
         reference, bound = forward_and_bound(net.network, net.weights, net.biases, x)
     return error_in_bounds(y, reference, bound).max(initial=0.0)
-
-
-@pytest.fixture
-def canonical(rng):
-    return random_net(rng, CANONICAL, biases=[True, False, True], activations=["relu", "relu", "identity"])
 
 
 # --- Results --------------------------------------------------------------------------------------------------------

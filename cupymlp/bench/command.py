@@ -19,8 +19,11 @@ __all__ = ["add_arguments", "run", "settings_of"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``bench``."""
-    what = "sweep: many nets, dtypes, precisions and batches, beside floors and peers; latency: one small net's table"
-    parser.add_argument("what", nargs="?", choices=("sweep", "latency"), default="sweep", help=what)
+    what = (
+        "sweep: many nets, dtypes, precisions and batches, beside floors and peers; latency: one small net's table; map: rows "
+        "from host memory and back"
+    )
+    parser.add_argument("what", nargs="?", choices=("sweep", "latency", "map"), default="sweep", help=what)
     parser.add_argument("--sizes", type=_net, help="widths of one network (48,64,40,24), instead of --nets")
     parser.add_argument("--nets", type=_nets, help="networks of the sweep: 48-64-40-24,16-16-1")
     parser.add_argument("--dtypes", type=_words, help="float32,float16,bfloat16; float64 only if it is named")
@@ -37,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave NumPy, CuPy, PyTorch and JAX out")
     parser.add_argument("--peer-batches", type=_numbers, help="batch sizes at which peers are measured")
     parser.add_argument("--compile-seconds", type=float, help="for torch.compile, and for jax.jit, in all (120)")
-    parser.add_argument("--rounds", type=int, help="how often everything is measured (sweep 7, latency 15)")
+    parser.add_argument("--rounds", type=int, help="how often everything is measured (sweep 7, latency 15, map 5)")
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="of x, for map (4)")
     parser.add_argument("--budget-seconds", type=float, help="start no case of the sweep after this time")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
@@ -116,7 +120,22 @@ def run(options: argparse.Namespace, commit: Callable[[], str | None]) -> int:
     commit
         Asked for the commit to name, if the options name none.
     """
-    return (_latency if options.what == "latency" else _sweep)(options, options.commit or commit())
+    ways = {"sweep": _sweep, "latency": _latency, "map": _map}
+    return ways[options.what](options, options.commit or commit())
+
+
+def _map(options: argparse.Namespace, commit: str | None) -> int:
+    from ..verify import CANONICAL_SIZES
+    from .map_rate import map_rows, map_table
+    from .report import write_json
+
+    rows = list(map_rows(options.sizes or CANONICAL_SIZES, options.gigabytes, options.rounds or 5, options.seed))
+    print(map_table(rows))
+    if options.json:
+        write_json(
+            options.json, rows, "rows at the beginning, in the middle and at the end have the bits of a call", commit
+        )
+    return 0
 
 
 def _latency(options: argparse.Namespace, commit: str | None) -> int:

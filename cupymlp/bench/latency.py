@@ -21,7 +21,7 @@ from .timing import Subject, measure, rounded
 
 __all__ = ["BATCHES", "latency_rows", "verified"]
 
-BATCHES = (1, 16, 128, 1024)
+BATCHES = (1, 16, 256, 1024)
 
 EMPTY = "empty kernel"
 LOAD_STORE = "kernel of one load and one store"
@@ -29,6 +29,8 @@ RAW = "bare RawKernel call"
 CALL_OUT = "net(x, out=y)"
 CALL = "net(x)"
 CUPY_EMPTY = "cupy.empty"
+GRAPH = "bare graph launch"
+BOUND = "net.bind(x, out=y)()"
 FUSED = "fused_mlp(x, W1, ..., out=y)"
 CUPY_CHAIN = "CuPy: matmul, maximum, ..."
 NUMPY_GPU = "NumPy to NumPy on the GPU"
@@ -96,6 +98,13 @@ def _gpu_subjects(cupy: Any, net: MLP, transposed: MLP, x: NDArray[Any]) -> list
     raw = kernel_for(row, device_id).raw
     arguments = (gpu_x, y, cupy.asarray(pack(np, plan.layout, net.network, net.weights, net.biases)), batch)
 
+    step = net.bind(gpu_x, out=y)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        net(gpu_x, out=y)
+        graph = stream.end_capture()
+
     def copies() -> Any:
         return cupy.asnumpy(net(cupy.asarray(x)))
 
@@ -109,6 +118,8 @@ def _gpu_subjects(cupy: Any, net: MLP, transposed: MLP, x: NDArray[Any]) -> list
         Subject(CALL_OUT + ", out_in", lambda: transposed(gpu_x, out=y), everything),
         Subject(CALL, lambda: net(gpu_x), ("host", "round_trip")),
         Subject(CUPY_EMPTY, lambda: cupy.empty(y.shape, y.dtype), ("host",)),
+        Subject(GRAPH, graph.launch, ("host", "round_trip")),
+        Subject(BOUND, step, ("host", "round_trip")),
         Subject(FUSED, lambda: fused_mlp(gpu_x, *weights, out=y), everything),
         Subject(CUPY_CHAIN, partial(_chain, gpu_x, weights, net.network.activations), ("host", "round_trip"), no_graph),
         Subject(NUMPY_GPU, lambda: net(x, out=host_y, device="cuda"), ("round_trip",)),

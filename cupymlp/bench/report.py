@@ -14,10 +14,12 @@ import numpy as np
 
 from .._gpu import gpu_problem
 from .latency import (
+    BOUND,
     CALL_OUT,
     CUPY_CHAIN,
     EMPTY,
     FUSED,
+    GRAPH,
     LOAD_STORE,
     NUMPY_CHAIN,
     NUMPY_CPU,
@@ -101,6 +103,8 @@ README_ROWS = (
     ("a kernel of one load and one store", LOAD_STORE, "gpu_us"),
     ("host time of `net(x, out=y)`", CALL_OUT, "host_us"),
     ("a bare RawKernel call", RAW, "host_us"),
+    ("`net.bind(x, out=y)()`", BOUND, "host_us"),
+    ("a bare graph launch", GRAPH, "host_us"),
     ("`fused_mlp(x, W1, W2, W3, out=y)`", FUSED, "host_us"),
     ("CuPy, five calls", CUPY_CHAIN, "host_us"),
     ("round trip, NumPy to NumPy: on the GPU", NUMPY_GPU, "round_trip_us"),

@@ -1,0 +1,132 @@
+"""How fast `MLP.map` takes rows from host memory and back, beside what the link to the GPU carries in the same run."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._gpu import cupy_or_error
+from ..verify import random_mlp
+from .timing import Timing, rounded
+
+__all__ = ["map_rows", "map_table"]
+
+LINK_BYTES = 256 << 20  # of a copy that measures the link
+LINK_COPIES = 10
+BLOCK_ROWS = 1 << 18
+CHECKED_ROWS = 1000
+
+
+def map_rows(sizes: Sequence[int], gigabytes: float, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Measure, and yield a row for the link and one for map.
+
+    Parameters
+    ----------
+    sizes
+        Widths of the network, float32.
+    gigabytes
+        10^9 bytes of x in host memory; out takes more.
+    """
+    cupy = cupy_or_error("bench map")
+    net = random_mlp(sizes, seed)
+    count = max(CHECKED_ROWS, int(gigabytes * 1e9) // (sizes[0] * 4))
+    x, out = _filled(count, sizes[0], seed), _filled(count, sizes[-1], seed)
+    share = out.nbytes / x.nbytes
+    link = _link(cupy, share)
+    yield {
+        "subject": "the link, both ways at once",
+        "x_bytes_per_second": float(f"{link:.4g}"),
+        "out_bytes_per_second": float(f"{link * share:.4g}"),
+    }
+    net.map(x[: 4 * BLOCK_ROWS], out=out[: 4 * BLOCK_ROWS])  # compiles
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    free_before = free_least = cupy.cuda.runtime.memGetInfo()[0]
+
+    def progress(_done: int, _total: int) -> None:
+        nonlocal free_least
+        free_least = min(free_least, cupy.cuda.runtime.memGetInfo()[0])
+
+    seconds = []
+    for _ in range(rounds):
+        out.fill(np.nan)
+        start = time.perf_counter()
+        net.map(x, out=out, progress=progress)
+        seconds.append(time.perf_counter() - start)
+    for first in (0, count // 2, count - CHECKED_ROWS):
+        rows = slice(first, first + CHECKED_ROWS)
+        if not np.array_equal(net(x[rows], device="cuda"), out[rows]):
+            raise RuntimeError(f"rows {first:,} to {first + CHECKED_ROWS:,} of map are not those of a call")
+    timing = Timing.of(seconds)
+    yield {
+        "subject": "net.map(x, out=out)",
+        "rows": count,
+        "x_bytes": x.nbytes,
+        "out_bytes": out.nbytes,
+        "seconds": rounded(timing),
+        "rows_per_second": float(f"{count / timing.median:.4g}"),
+        "of_link": float(f"{x.nbytes / timing.median / link:.3g}"),
+        "more_host_bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before),
+        "gpu_bytes": free_before - free_least,
+    }
+
+
+def _filled(rows: int, features: int, seed: int) -> NDArray[np.float32]:
+    """Random rows, repeated: every page is there before anything is timed."""
+    array = np.empty((rows, features), np.float32)
+    block = np.random.default_rng(seed).standard_normal((BLOCK_ROWS, features), np.float32)
+
+    def fill(first: int) -> None:
+        part = array[first : first + BLOCK_ROWS]
+        part[...] = block[: len(part)]
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(fill, range(0, rows, BLOCK_ROWS)))
+    return array
+
+
+def _link(cupy: Any, share: float) -> float:
+    """Bytes a second to the GPU while ``share`` times as many come back, from and to page-locked memory."""
+    cuda = cupy.cuda
+    up, down = LINK_BYTES, max(1, int(LINK_BYTES * share))
+    host = [cuda.PinnedMemoryPointer(cuda.PinnedMemory(size), 0) for size in (up, down)]
+    there = [cupy.ones(size, np.uint8) for size in (up, down)]
+    streams = [cuda.Stream(non_blocking=True) for _ in range(2)]
+    cuda.Device().synchronize()
+
+    def copies(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            cuda.runtime.memcpyAsync(
+                there[0].data.ptr, host[0].ptr, up, cuda.runtime.memcpyHostToDevice, streams[0].ptr
+            )
+            cuda.runtime.memcpyAsync(
+                host[1].ptr, there[1].data.ptr, down, cuda.runtime.memcpyDeviceToHost, streams[1].ptr
+            )
+        for stream in streams:
+            stream.synchronize()
+        return time.perf_counter() - start
+
+    copies(2)
+    return LINK_COPIES * up / copies(LINK_COPIES)
+
+
+def map_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text."""
+    link, found = rows
+    return "\n".join(
+        [
+            f"{link['subject']}: {link['x_bytes_per_second'] / 1e9:.1f} GB/s there, "
+            f"{link['out_bytes_per_second'] / 1e9:.1f} GB/s back",
+            f"{found['subject']}: {found['rows']:,} rows, {found['x_bytes'] / 1e9:.1f} GB, "
+            f"in {found['seconds']['median']:.2f} s: {found['rows_per_second'] / 1e6:.0f} million rows/s, "
+            f"{found['of_link']:.2f} of the link; {found['more_host_bytes'] / 1e6:.0f} MB more host memory, "
+            f"{found['gpu_bytes'] / 1e6:.0f} MB of the GPU",
+        ]
+    )
