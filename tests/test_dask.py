@@ -751,7 +751,8 @@ def test_the_guides_commands_start_a_cluster(da, rng, tmp_path):
 
 @pytest.fixture
 def uploads(monkeypatch):
-    """The layout of each upload of weights in this process."""
+    """The layout of each upload of weights in this process, by networks that it does not keep from before."""
+    monkeypatch.setattr(cupymlp.dask, "_nets", type(cupymlp.dask._nets)())
     found = []
     pack = _launch.pack
     monkeypatch.setattr(_launch, "pack", lambda xp, layout, *a: found.append(layout) or pack(xp, layout, *a))
