@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -144,6 +145,7 @@ class MLP:
         self._schedule = schedule
         self._for_cpu: Any = None  # the weights and biases that the CPU path takes, made at the first call there
         self._seen: set[Any] = set()  # shapes and dtypes of NumPy arrays that were checked
+        self._lock = threading.Lock()
         self._gpu: Any = None  # a PackedNet, made at the first call on a GPU
         self._host: Host | None = None  # its calls on NumPy arrays, made at the first
         self._cupy_ndarray: Any = None
@@ -333,8 +335,10 @@ class MLP:
     def _on_gpu(self) -> Any:
         if self._gpu is None:
             cupy = cupy_or_error("device='cuda' or a GPU array")
-            check = partial(check_call, self._network)
-            self._gpu = PackedNet(self._network, self._weights, self._biases, check, self._schedule)
+            with self._lock:  # one for all threads: each would upload the weights
+                if self._gpu is None:
+                    check = partial(check_call, self._network)
+                    self._gpu = PackedNet(self._network, self._weights, self._biases, check, self._schedule)
             self._cupy_ndarray = cupy.ndarray
         return self._gpu
 

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,12 @@ def needs(name):
         return import_module(name)
     except ImportError as error:
         unavailable(f"{name} cannot be imported ({error})")
+
+
+@pytest.fixture(autouse=True)
+def no_networks_of_other_tests(monkeypatch):
+    """Tests draw equal networks; one that an earlier test left on a GPU would not be uploaded again."""
+    monkeypatch.setattr(cupymlp.dask, "_nets", OrderedDict())
 
 
 @pytest.fixture
@@ -305,8 +312,7 @@ def test_copies_that_are_unpickled_for_each_task_run_as_one_network(rng):
     assert len(kept) == 1
 
 
-def test_a_process_keeps_the_networks_that_it_used_last(rng, monkeypatch):
-    monkeypatch.setattr(cupymlp.dask, "_nets", type(cupymlp.dask._nets)())
+def test_a_process_keeps_the_networks_that_it_used_last(rng):
     nets = {str(i): small_net(rng, (2, 2)) for i in range(cupymlp.dask.KEPT_NETS + 5)}
     for token, net in nets.items():
         assert cupymlp.dask._kept(net, token, "cpu") is net
@@ -749,14 +755,30 @@ def test_the_guides_commands_start_a_cluster(da, rng, tmp_path):
 # --- On GPUs ------------------------------------------------------------------------------------------------------------------
 
 
+def count_uploads():
+    """Note the device and the layout of each upload of weights that this process makes from now on."""
+    import cupy
+
+    found, pack = [], _launch.pack
+
+    def counted(xp, layout, *arguments):
+        found.append((cupy.cuda.runtime.getDevice(), layout))
+        return pack(xp, layout, *arguments)
+
+    _launch.pack = counted
+    return found
+
+
 @pytest.fixture
 def uploads(monkeypatch):
-    """The layout of each upload of weights in this process, by networks that it does not keep from before."""
-    monkeypatch.setattr(cupymlp.dask, "_nets", type(cupymlp.dask._nets)())
-    found = []
-    pack = _launch.pack
-    monkeypatch.setattr(_launch, "pack", lambda xp, layout, *a: found.append(layout) or pack(xp, layout, *a))
-    return found
+    needs("cupy")
+    monkeypatch.setattr(_launch, "pack", _launch.pack)  # put back what it is now
+    return count_uploads()
+
+
+def once_on(devices, uploads):
+    """Whether these devices have the weights, each layout that was needed uploaded once."""
+    return {device for device, _ in uploads} == set(devices) and len(set(uploads)) == len(uploads)
 
 
 @pytest.mark.gpu
@@ -773,18 +795,19 @@ def test_cupy_chunks_on_a_gpu(da, rng, uploads):
             result = y.compute()
             assert type(result) is cupy.ndarray
             assert same_bits(result.get(), c_loop(net, x))
-    assert len(uploads) == len(set(uploads)) == 1
+    assert once_on([cupy.cuda.runtime.getDevice()], uploads)
 
 
 @pytest.mark.gpu
 def test_numpy_chunks_go_to_the_gpu_of_this_process(da, zarr, rng, tmp_path, uploads):
+    device = needs("cupy").cuda.runtime.getDevice()
     net = random_net(rng, CANONICAL)
     x = zarr_source(zarr, rng, tmp_path / "x.zarr")
     y = cupymlp.dask.apply(net.mlp(), da.from_array(x, chunks=(100, 48)), device="cuda")
     assert same_bits(y.compute(), c_loop(net, x))
     done = cupymlp.dask.store(net.mlp(), tmp_path / "x.zarr", tmp_path / "y.zarr", device="cuda")
     assert same_bits(done.target[:], c_loop(net, x))
-    assert len(uploads) == 1
+    assert once_on([device], uploads)
 
 
 @pytest.mark.gpu
@@ -798,9 +821,7 @@ def test_cupy_chunks_are_stored(da, zarr, rng, tmp_path):
 
 
 def start_counting_uploads():
-    found = cupymlp.dask._uploads = []
-    pack = _launch.pack
-    _launch.pack = lambda xp, layout, *a: found.append(layout) or pack(xp, layout, *a)
+    cupymlp.dask._uploads = count_uploads()
 
 
 def uploads_and_device():
@@ -833,7 +854,8 @@ def check_workers_on_gpus(da, rng, devices):
                 y = cupymlp.dask.apply(net.mlp(), array, device="cuda").compute()
                 assert same_bits(y, c_loop(net, x))
         found = list(client.run(uploads_and_device).values())
-    assert [len(uploads) for uploads, _, _ in found] == [1] * len(devices)
+    assert len(found) == len(devices)
+    assert all(once_on([0], uploads) for uploads, _, _ in found)
     assert [count for _, _, count in found] == [1] * len(devices)
     assert len({bus for _, bus, _ in found}) == len(set(devices))
 
@@ -885,4 +907,4 @@ def test_chunks_on_two_gpus_of_one_process_are_computed_where_they_are(da, rng, 
         for i, part in enumerate(parts):
             with part.device:
                 assert same_bits(part.get(), c_loop(net, x[100 * i : 100 * i + 100]))
-    assert len(uploads) == 2  # one a device
+    assert once_on([0, 1], uploads)

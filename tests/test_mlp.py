@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -313,6 +314,30 @@ def test_the_schedule_is_handed_to_the_launch_and_to_the_planner(canonical, monk
     assert [b is None for b in biases] == [False, True, False]
     check((2, 48), np.dtype("f4"), None, None)
     assert net.plan(7) == (net.network, 7, "numbers", name)
+
+
+def test_threads_that_come_first_share_one_upload(canonical, monkeypatch):
+    made, start = [], threading.Barrier(8)
+
+    def slow(*_):
+        time.sleep(0.05)
+        made.append(object())
+        return made[-1]
+
+    monkeypatch.setattr(cupymlp.mlp, "PackedNet", slow)
+    monkeypatch.setattr(cupymlp.mlp, "cupy_or_error", lambda asked: SimpleNamespace(ndarray=None))
+    net, found = canonical.mlp(), []
+
+    def work():
+        start.wait()
+        found.append(net._on_gpu())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == made * 8
 
 
 def test_lists_are_taken_as_numpy_takes_them():
