@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,28 +41,46 @@ def run_cpu(
         Shape (..., N), of the network's dtype in either byte order, any strides; shares no memory with x.
     """
     rows = math.prod(x.shape[:-1])
-    step = min(rows, cpu_block_rows(network))
-    x_rows, out_rows = _Rows(x), _Rows(out)
+    step = min(rows, _block_rows(network))
     dtype = network.sum_dtype
-    storage = None if network.dtype == dtype else numpy_dtype(network.dtype)
-    buffers: list[Any] = [np.empty((step, n), dtype) for n in network.sizes[1:-1]]
     convert, in_place = not _is_plain(x, dtype), _is_plain(out, dtype)
+    buffers = [np.empty((step, n), dtype) for n in network.sizes[1:-1]]
     with np.errstate(all="ignore"):  # infinities and NaN are results here, as they are on the GPU
+        if rows == step and not convert and in_place:  # small and simple: nothing to be cut or copied
+            last = out.reshape(rows, network.sizes[-1])
+            _layers(network, weights, biases, x.reshape(rows, network.sizes[0]), [*buffers, last])
+            return
+        x_rows, out_rows = _Rows(x), _Rows(out)
         for start in range(0, rows, step):
             count = min(step, rows - start)
             h = x_rows[start, count]
             if convert:
                 h = h.astype(dtype)
             last = out_rows[start, count] if in_place else np.empty((count, network.sizes[-1]), dtype)
-            for weight, bias, name, buffer in zip(weights, biases, network.activations, [*buffers, last], strict=True):
-                h = np.matmul(h, weight, out=buffer[:count])
-                if bias is not None:
-                    h += bias
-                ACTIVATIONS[name].apply(h, h)
-                if storage is not None:
-                    h[...] = h.astype(storage)
+            _layers(network, weights, biases, h, [*(buffer[:count] for buffer in buffers), last])
             if not in_place:
                 out_rows[start, count] = last
+
+
+def _layers(
+    network: Network,
+    weights: Sequence[NDArray[np.floating]],
+    biases: Sequence[NDArray[np.floating] | None],
+    h: NDArray[Any],
+    into: Sequence[NDArray[np.floating]],
+) -> None:
+    """All layers of some rows, each into an array of its own."""
+    storage = None if network.dtype == network.sum_dtype else numpy_dtype(network.dtype)
+    for weight, bias, name, to in zip(weights, biases, network.activations, into, strict=True):
+        h = np.matmul(h, weight, out=to)
+        if bias is not None:
+            h += bias
+        ACTIVATIONS[name].apply(h, h)
+        if storage is not None:
+            h[...] = h.astype(storage)
+
+
+_block_rows = cache(cpu_block_rows)
 
 
 def _is_plain(array: NDArray[Any], dtype: str) -> bool:
