@@ -72,10 +72,11 @@ def fused_mlp(
     """
     check_device(device)
     key = None
+    names = tuple(activation) if isinstance(activation, list) else activation
+    options = (names, out_activation, weight_layout, precision, schedule)
     if device != "cpu" and is_cupy_array(x) and (biases is None or isinstance(biases, Sequence)):
-        names = tuple(activation) if isinstance(activation, list) else activation
         bias_list = (None,) * len(weights) if biases is None else biases
-        key = fused_key((names, out_activation, weight_layout, precision, schedule), (x, out, *weights, *bias_list))
+        key = fused_key(options, (x, out, *weights, *bias_list))
         known = find_fused(key)
         if known is not None:  # checked when it was first seen
             return known(weights, bias_list, x, out)
@@ -89,16 +90,25 @@ def fused_mlp(
     if not on_gpu:
         x = as_numpy("x", x)
         network = make_network(layers, activation, out_activation, precision, None, x_dtype=x.dtype)
-        options = {"dtype": network.dtype, "schedule": schedule}
-        net = MLP(weights, biases, activation, out_activation, weight_layout, precision, **options)
+        net = MLP(
+            weights,
+            biases,
+            activation,
+            out_activation,
+            weight_layout,
+            precision,
+            dtype=network.dtype,
+            schedule=schedule,
+        )
         return net(x, out, device=device)
     if device == "cpu":
         raise TypeError("x is on a GPU and device='cpu': pass NumPy arrays, or leave device out")
-    return _fused_on_gpu(key, x, layers, activation, out_activation, weight_layout, precision, out, schedule)
+    return _fused_on_gpu(key, options, x, layers, activation, out_activation, weight_layout, precision, out, schedule)
 
 
 def _fused_on_gpu(
     key: tuple[Any, ...] | None,
+    options: tuple[Any, ...],
     x: Any,
     layers: Layers,
     activation: ActivationArgument,
@@ -120,11 +130,17 @@ def _fused_on_gpu(
     check_same_device(named)
     check_call(network, x.shape, x.dtype, None if y is None else y.shape, None if y is None else y.dtype)
     with cupy.cuda.Device(x.data.device_id):
+        if key is None:  # another library's arrays, or a device that was not the current one
+            key = fused_key(options, (x, y, *views, *bias_views))
+            known = find_fused(key)
+            if known is not None:
+                result = known(views, bias_views, x, y)
+                return result if out is None else out
         dtype = numpy_dtype(network.dtype)
         ready = [aligned(w).astype(dtype, copy=False) for w in views]
         ready_biases = [None if b is None else aligned(b).astype(dtype, copy=False) for b in bias_views]
         call = FusedCall(network, weight_layout, ready, ready_biases, x, y, schedule)
-        if all(a is b for a, b in zip([*ready, *ready_biases], [*layers.weights, *layers.biases], strict=True)):
+        if all(a is b for a, b in zip([*ready, *ready_biases], [*views, *bias_views], strict=True)):
             remember_fused(key, call)
         y = call(ready, ready_biases, x, y)
     return y if out is None else out

@@ -9,7 +9,7 @@ from host_cupy import host_array
 from support import random_net
 
 import cupymlp
-from cupymlp import _launch
+from cupymlp import _checks, _launch
 
 
 @pytest.fixture
@@ -56,3 +56,36 @@ def test_out_that_overlaps_an_input(launches, rng, which, layout):
         out = {"x": x, "first weight": weights[0], "last weight": weights[1]}[which]
         assert call(net, x, weights, biases, layout, out) is out
         np.testing.assert_allclose(out, want, rtol=1e-9, atol=1e-9)
+
+
+class Foreign:
+    """Another library's array on a GPU."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+    def __dlpack__(self, **_):
+        raise AssertionError("only view_foreign may ask for it")
+
+
+@pytest.mark.parametrize("with_out", [True, False])
+def test_calls_on_other_libraries_arrays_are_remembered_too(launches, rng, monkeypatch, with_out):
+    """Each plans once; the remembered call reads the arrays of its own call."""
+    monkeypatch.setattr(_checks, "view_foreign", lambda what, array: (array.array, False))
+    planned, plan = [], _launch.plan_gpu
+    monkeypatch.setattr(_launch, "plan_gpu", lambda *arguments: planned.append(arguments) or plan(*arguments))
+    for _ in range(3):
+        net = random_net(rng, (6, 5, 3), "float64", biases=[True, False], activations=["relu", "identity"])
+        weights, biases = arrays(net, "in_out")
+        x = host_array(rng.standard_normal((7, 6)))
+        out = Foreign(host_array(np.full((7, 3), np.nan))) if with_out else None
+        foreign_biases = [None if b is None else Foreign(b) for b in biases]
+        y = call(net, Foreign(x), [Foreign(w) for w in weights], foreign_biases, "in_out", out)
+        assert (y is out) == with_out
+        want = net.mlp()(np.asarray(x), device="cpu")
+        np.testing.assert_allclose(y.array if with_out else y, want, rtol=1e-9, atol=1e-9)
+    assert len(launches) == 3
+    assert len(planned) == 1
