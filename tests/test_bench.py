@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cupymlp import MLP, cli
+from cupymlp._gpu import gpu_problem
 from cupymlp.bench import (
     cases,
     command,
@@ -26,6 +27,7 @@ from cupymlp.bench import (
 )
 from cupymlp.bench.cases import Case, Group, Settings
 from cupymlp.bench.interleave import Measurement
+from cupymlp.bench.map_rate import map_table
 from cupymlp.bench.peers import Entry
 from cupymlp.bench.progress import Progress
 from cupymlp.bench.timing import Timing, rounded
@@ -534,6 +536,45 @@ def test_bench_on_the_command_line(tmp_path, capsys):
 def test_the_latency_table_is_still_there(capsys):
     assert cli.main(["bench", "latency", "--sizes", "3,2", "--batches", "2", "--rounds", "1"]) == 0
     assert "NumPy to NumPy on the CPU" in capsys.readouterr().out
+
+
+def test_the_latency_table_has_ratios_to_numpy(capsys):
+    cli.main(["bench", "latency", "--sizes", "3,2", "--batches", "2", "--rounds", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("/ NumPy") for line in lines)
+    assert [line.split()[-1] for line in lines if line.strip().startswith("NumPy: matmul")] == ["1.00"]
+
+
+@pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU")
+def test_map_cannot_be_measured_without_a_gpu(capsys):
+    assert cli.main(["bench", "map"]) == 2
+    assert "bench map needs a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_map_on_the_gpu(tmp_path, capsys):
+    path = tmp_path / "map.json"
+    assert cli.main(["bench", "map", "--gigabytes", "0.2", "--rounds", "2", "--json", str(path)]) == 0
+    assert "of the link" in capsys.readouterr().out
+    link, mapped = json.loads(path.read_text())["rows"]
+    assert link["x_bytes_per_second"] > 1e9
+    assert mapped["x_bytes"] == mapped["rows"] * 48 * 4
+    assert 0 < mapped["of_link"] < 1.1
+    assert 0 < mapped["gpu_bytes"] < 2 << 30
+
+
+def test_the_text_of_map_s_figures():
+    rows = [
+        {"subject": "the link", "x_bytes_per_second": 5e10, "out_bytes_per_second": 2.5e10},
+        {
+            "subject": "map", "rows": 1_000_000, "x_bytes": 192_000_000, "seconds": {"median": 0.5}, "rows_per_second": 2e6,
+            "of_link": 0.25, "gpu_bytes": 3_000_000,
+        },
+    ]  # fmt: skip
+    assert map_table(rows).splitlines() == [
+        "the link: 50.0 GB/s there, 25.0 GB/s back",
+        "map: 1,000,000 rows, 0.2 GB, in 0.50 s: 2 million rows/s, 0.25 of the link; 3 MB of the GPU",
+    ]
 
 
 def test_progress_without_rich_is_lines(monkeypatch, capsys):

@@ -80,16 +80,17 @@ def _cpu_name() -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text: microseconds, and ratios to the empty kernel's GPU time and the bare call's host time."""
+    """The rows as text: microseconds, and ratios to an empty kernel's GPU, a bare call's host and NumPy's round-trip time."""
     lines = []
     for batch in dict.fromkeys(row["batch"] for row in rows):
         group = [row for row in rows if row["batch"] == batch]
         base = {row["subject"]: row for row in group}
         lines.append(f"batch {batch:,}  {group[0]['network']}  [us]")
-        lines.append(f"  {'':<34}{'GPU':>9} {'/ empty':>8}{'host':>10} {'/ bare':>8}{'round trip':>12}")
+        lines.append(f"  {'':<34}{'GPU':>9} {'/ empty':>8}{'host':>10} {'/ bare':>8}{'round trip':>12} {'/ NumPy':>8}")
         lines += [
             f"  {row['subject']:<34}{_us(row['gpu_us']):>9} {_ratio(row, base.get(EMPTY), 'gpu_us'):>8}"
             f"{_us(row['host_us']):>10} {_ratio(row, base.get(RAW), 'host_us'):>8}{_us(row['round_trip_us']):>12}"
+            f" {_ratio(row, base.get(NUMPY_CHAIN), 'round_trip_us'):>8}"
             for row in group
         ]
     return "\n".join(lines)
