@@ -21,9 +21,9 @@ from ._checks import check_call, type_name
 from ._map_engine import ChunkError, Engine, Job, Sink, Source
 from ._map_part import Record, boot, fingerprint
 from ._map_paths import path_sink
-from ._map_progress import RowsBar
 from ._map_sinks import array_sink, check_out
 from ._map_sources import open_source
+from ._progress import RowsBar
 from .network import Network, numpy_dtype
 
 __all__ = ["MapError", "MapInterrupted", "Progress", "run_map"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Progress"]
+from .._progress import LINE_SECONDS, terminal_bar
 
-LINE_SECONDS = 2.0  # between lines, where there is no bar
+__all__ = ["Progress"]
 
 
 class Progress:
@@ -25,7 +26,7 @@ class Progress:
         self._total = total
         self._done = 0
         self._last_line = 0.0
-        self._bar = _bar()
+        self._bar = terminal_bar(_columns)
         self._task: Any = None
 
     def __enter__(self) -> Progress:
@@ -50,19 +51,6 @@ class Progress:
             self._bar.stop()
 
 
-def _bar() -> Any:
-    """A progress bar of rich's on stderr; None where there is no terminal, or no rich."""
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from rich import progress
-        from rich.console import Console
-    except ImportError:
-        return None
-    columns = (
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("{task.description}"),
-    )
-    return progress.Progress(*columns, console=Console(stderr=True))
+def _columns(progress: Any) -> Sequence[Any]:
+    text = progress.TextColumn("{task.description}")
+    return progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn(), text

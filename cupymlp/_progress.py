@@ -1,22 +1,23 @@
-"""How far MLP.map is: a bar if rich is installed and a terminal is there, else lines on stderr."""
+"""How far something long is: a bar if rich is installed and a terminal is there, else lines on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-__all__ = ["RowsBar"]
+__all__ = ["LINE_SECONDS", "RowsBar", "terminal_bar"]
 
 LINE_SECONDS = 2.0  # between lines, where there is no bar
 
 
 class RowsBar:
-    """Shows rows on stderr; it is called as a user's own ``progress`` is."""
+    """Shows `MLP.map`'s rows on stderr; it is called as a user's own ``progress`` is."""
 
     def __init__(self) -> None:
-        self._bar = _bar()
+        self._bar = terminal_bar(_columns)
         self._task: Any = None
         self._last_line = time.monotonic()
 
@@ -41,8 +42,14 @@ class RowsBar:
             self._bar.stop()
 
 
-def _bar() -> Any:
-    """A progress bar of rich's on stderr; None where there is no terminal, or no rich."""
+def terminal_bar(columns: Callable[[Any], Sequence[Any]]) -> Any:
+    """A progress bar of rich's on stderr; None where there is no terminal, or no rich.
+
+    Parameters
+    ----------
+    columns
+        Makes them of the module rich.progress.
+    """
     if not sys.stderr.isatty():
         return None
     try:
@@ -50,10 +57,9 @@ def _bar() -> Any:
         from rich.console import Console
     except ImportError:
         return None
-    columns = (
-        progress.BarColumn(),
-        progress.TaskProgressColumn(),
-        progress.TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows"),
-        progress.TimeRemainingColumn(),
-    )
-    return progress.Progress(*columns, console=Console(stderr=True))
+    return progress.Progress(*columns(progress), console=Console(stderr=True))
+
+
+def _columns(progress: Any) -> Sequence[Any]:
+    rows = progress.TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows")
+    return progress.BarColumn(), progress.TaskProgressColumn(), rows, progress.TimeRemainingColumn()
