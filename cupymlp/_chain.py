@@ -33,14 +33,14 @@ _NO_TRANSPOSE, _TRANSPOSE, _DEFAULT_ALGORITHM = 0, 1, -1
 _LARGEST_INT = 2**31 - 1
 
 
-def refuse_in_capture() -> None:
-    """Raise RuntimeError if the current stream captures a CUDA graph."""
+def refuse_in_capture(
+    why: str = "the first call with these shapes, strides and dtypes compiles a kernel and allocates memory, which a stream "
+    "that captures a CUDA graph does not allow: make the same call once before the capture",
+) -> None:
+    """Raise RuntimeError, with this message, if the current stream captures a CUDA graph."""
     cupy = cupy_or_error("a call on the GPU")
     if cupy.cuda.get_current_stream().is_capturing():
-        raise RuntimeError(
-            "the first call with these shapes, strides and dtypes compiles a kernel and allocates memory, which a stream "
-            "that captures a CUDA graph does not allow: make the same call once before the capture"
-        )
+        raise RuntimeError(why)
 
 
 # --- Scratch memory -----------------------------------------------------------------------------------------------------

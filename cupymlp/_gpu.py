@@ -171,7 +171,9 @@ def _view_by_dlpack(cupy: Any, array: Any) -> tuple[Any, bool]:
     except BufferError as refusal:
         try:
             return _view_by_interface(cupy, array)
-        except Exception:
+        except cupy.cuda.runtime.CUDARuntimeError:
+            raise  # this one is not about the array
+        except (*_UNUSABLE, RuntimeError):  # torch's, for a tensor that records gradients
             raise refusal from None
 
 

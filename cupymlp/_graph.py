@@ -38,7 +38,7 @@ class Bound:
         self.device_id = device_id
         self._graph: Any = None
         self._launch: Any = _not_yet
-        self._kept: list[tuple[Any, ...]] = []
+        self._kept: list[tuple[Any, tuple[Any, ...]]] = []
         cuda = cupy_or_error("capturing calls").cuda
         self._current_stream, self._current_device = cuda.get_current_stream, cuda.runtime.getDevice
         self._device = cuda.Device
@@ -49,7 +49,7 @@ class Bound:
         if stream.ptr > _LEGACY_STREAM:
             if stream.is_capturing() and self._graph is not None:
                 # A graph cannot be launched into a capture: to try would end it.
-                for call, arguments, *_ in self._kept:
+                for call, arguments in self._kept:
                     call(*arguments)
                 return self.out
         elif self._current_device() != self.device_id:  # whose default stream has the same address
@@ -65,7 +65,7 @@ class Bound:
         """There is nothing to compute."""
         self.out, self._launch = out, lambda _: None
 
-    def _take(self, graph: Any, kept: list[tuple[Any, ...]]) -> None:
+    def _take(self, graph: Any, kept: list[tuple[Any, tuple[Any, ...]]]) -> None:
         if not kept:
             raise ValueError(
                 "nothing was captured: call networks on CuPy arrays, on the device that was current when "

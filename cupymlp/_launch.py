@@ -218,7 +218,12 @@ class PackedNet:
             out = self._ndarray(call.out_shape, self._dtype)
             out_pointer = out.data.ptr
         elif call.nearest_below < pointer - out_pointer < call.nearest_above:
-            return self.run(_copy(x), out)  # they overlap; as NumPy: the answer of arrays that do not
+            # They overlap; as NumPy: the answer of arrays that do not.
+            refuse_in_capture(
+                "x and out overlap, and a copy of x would not live as long as the graph that the current stream captures: pass "
+                "arrays that do not overlap"
+            )
+            return self.run(_copy(x), out)
         if call.direct is not None:
             stream = call.direct(pointer, out_pointer)
             if recorders:
@@ -351,12 +356,20 @@ class FusedCall:
                 for array, bounds in zip(inputs, [*self._bounds, call.x_bounds], strict=True)
             ]
             if any(hit):
+                refuse_in_capture(
+                    "out overlaps x or a weight, and a copy of it would not live as long as the graph that the current stream "
+                    "captures: pass arrays that do not overlap"
+                )
                 inputs = [_copy(array) if its_hit else array for array, its_hit in zip(inputs, hit, strict=True)]
                 weights, biases, x = inputs[: len(weights)], inputs[len(weights) : -1], inputs[-1]
                 apart = FusedCall(self._network, self._weight_layout, weights, biases, x, out, self._schedule)
                 return apart(weights, biases, x, out)
         if call.launcher is not None:
             if self._packed:
+                refuse_in_capture(
+                    "fused_mlp packs the weights at each call for this network and schedule, in memory that would not live as "
+                    "long as the graph that the current stream captures: use an MLP"
+                )
                 in_out = [w.T if self._weight_layout == "out_in" else w for w in weights]
                 table = pack(cupy, call.layout, self._network, in_out, biases)
             else:
@@ -364,7 +377,7 @@ class FusedCall:
                 table = record(pointers + self._strides)
             call.launcher(call.grid, call.block, (x, out, table, call.rows), call.shared_bytes)
             if recorders:
-                keep(cupy.cuda.get_current_stream().ptr, self, (weights, biases, x, out), table)
+                keep(cupy.cuda.get_current_stream().ptr, self, (weights, biases, x, out))
         return out
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -101,7 +102,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-class _PathSink:
+class _PathSink(ABC):
     """What .npy files and zarr arrays have in common. Subclasses keep the record."""
 
     def __init__(self, path: Path, record: Record) -> None:
@@ -116,9 +117,9 @@ class _PathSink:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    @abstractmethod
     def _remove(self) -> None:
         """Leave nothing."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def _opening(self, is_new: bool) -> Iterator[None]:

@@ -10,11 +10,11 @@ from typing import Any
 __all__ = ["keep", "recorders"]
 
 # By the address of the stream that captures: the calls. Empty unless somebody captures by `cupymlp.capture`.
-recorders: dict[int, list[tuple[Any, ...]]] = {}
+recorders: dict[int, list[tuple[Any, tuple[Any, ...]]]] = {}
 
 
-def keep(stream: int, call: Any, arguments: tuple[Any, ...], *more: Any) -> None:
-    """Keep a call, its arguments, the last of which is its out, and more, if `cupymlp.capture` captures the stream."""
+def keep(stream: int, call: Any, arguments: tuple[Any, ...]) -> None:
+    """Keep a call and its arguments, the last of which is its out, if `cupymlp.capture` captures the stream."""
     found = recorders.get(stream)
     if found is not None:
-        found.append((call, arguments, *more))
+        found.append((call, arguments))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ._chain import refuse_in_capture
 from ._checks import (
     ActivationArgument,
     Device,
@@ -136,6 +137,11 @@ def _fused_on_gpu(
             if known is not None:
                 result = known(views, bias_views, x, y)
                 return result if out is None else out
+        refuse_in_capture(
+            "the first call of fused_mlp with arrays like these, and every call whose weights have to be converted, allocates "
+            "memory, which a stream that captures a CUDA graph does not allow: make the same call once before the capture, "
+            "with weights of the result's dtype"
+        )
         dtype = numpy_dtype(network.dtype)
         ready = [aligned(w).astype(dtype, copy=False) for w in views]
         ready_biases = [None if b is None else aligned(b).astype(dtype, copy=False) for b in bias_views]

@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 from support import H200
 
-from cupymlp import _chain, _gpu, _launch, fused
+from cupymlp import _chain, _direct, _gpu, _launch, fused
 from cupymlp._strides import byte_bounds
 from cupymlp.network import Network, numpy_dtype
 from cupymlp.plan import _C_TYPES, layer_vectors
@@ -180,19 +180,49 @@ def gemm_ex(
     matrix(c, m, n, ldc, c_type)[...] = left.astype(sums) @ right.astype(sums)
 
 
+def launch_directly(kernel, gx, gy, gz, bx, by, bz, shared_bytes, _stream, address, extra):
+    """The driver's launch of a kernel of x, y, packed weights and rows."""
+    assert (gy, gz, by, bz, extra) == (1, 1, 1, 1, 0)
+    x, y, weights, rows = (ctypes.c_void_p * 4).from_address(address)
+    options = dict(option[2:].split("=", 1) for option in kernel.options if option.startswith("-DMLP_"))
+    dims = int(options["MLP_BATCH_DIMS"])
+    numbers = np.array((ctypes.c_int64 * (3 + 3 * dims if dims else 1)).from_address(rows))
+    pointers = [ctypes.c_int64.from_address(value).value for value in (x, y, weights)]
+    launch(kernel, (gx, 1, 1), (bx, 1, 1), (*pointers, numbers if dims else int(numbers[0])), shared_bytes)
+
+
 # --- CuPy -----------------------------------------------------------------------------------------------------------
 
 
 def install(monkeypatch, device=H200):
     """Put the stand-in in CuPy's place; what it returns tells what was launched, and has the current stream."""
-    state = SimpleNamespace(launches=[], products=[], allocations=[], stream=SimpleNamespace(ptr=0, capturing=False))
+    state = SimpleNamespace(
+        launches=[], products=[], allocations=[], copies=[], stream=SimpleNamespace(ptr=0, capturing=False)
+    )
+
+    functions = []
+
+    class Function:
+        """CuPy's Function; its address is its place in a list."""
+
+        def __init__(self, kernel):
+            self._kernel, self.ptr = kernel, len(functions)
+            functions.append(self)
+
+        def __call__(self, *arguments):
+            state.launches.append(self._kernel)
+            launch(self._kernel, *arguments)
+
+        def direct(self, *arguments):
+            state.launches.append(self._kernel)
+            launch_directly(self._kernel, *arguments)
 
     def kernel_for(kernel, _):
-        def run(*arguments):
-            state.launches.append(kernel)
-            launch(kernel, *arguments)
+        function = Function(kernel)
+        return SimpleNamespace(launcher=lambda: function)
 
-        return SimpleNamespace(launcher=lambda: run)
+    def launch_kernel(ptr, *arguments):
+        functions[ptr].direct(*arguments)
 
     def gemm(*arguments):
         state.products.append(arguments)
@@ -204,7 +234,7 @@ def install(monkeypatch, device=H200):
             self.buffer = np.full(size, 0xFF, np.uint8)  # NaN
             self.ptr = self.buffer.__array_interface__["data"][0]
 
-    def get_current_stream():
+    def get_current_stream(_=0):
         stream = state.stream
         return SimpleNamespace(ptr=stream.ptr, is_capturing=lambda: stream.capturing, synchronize=lambda: None)
 
@@ -212,22 +242,30 @@ def install(monkeypatch, device=H200):
     cupy.ndarray = HostArray
     cupy.zeros = lambda shape, dtype: np.zeros(shape, dtype).view(HostArray)
     cupy.cuda = SimpleNamespace(
-        runtime=SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda at, v, size, _: ctypes.memset(at, v, size)),
+        runtime=SimpleNamespace(
+            getDevice=lambda: 0, setDevice=lambda _: None, memsetAsync=lambda at, v, size, _: ctypes.memset(at, v, size)
+        ),
         Device=lambda _: contextlib.nullcontext(),
         Memory=Memory,
         MemoryPointer=lambda memory, _: SimpleNamespace(memory=memory),
         get_current_stream=get_current_stream,
         cublas=SimpleNamespace(gemmEx=gemm),
         device=SimpleNamespace(get_cublas_handle=lambda: 1),
+        driver=SimpleNamespace(launchKernel=launch_kernel, CUDADriverError=RuntimeError),
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    for module in (_gpu, _launch, _chain, fused):
+    for module in (_gpu, _launch, _chain, _direct, fused):
         if hasattr(module, "cupy_or_error"):
             monkeypatch.setattr(module, "cupy_or_error", lambda _: cupy)
     for module in (_launch, _chain):
         monkeypatch.setattr(module, "device_numbers", lambda _: device)
         monkeypatch.setattr(module, "kernel_for", kernel_for)
-    monkeypatch.setattr(_launch, "_copy", host_array)
+
+    def copy(array):
+        state.copies.append(host_array(array))
+        return state.copies[-1]
+
+    monkeypatch.setattr(_launch, "_copy", copy)
     monkeypatch.setattr(_launch, "_fused_calls", {})
     for name, empty in (("_memories", {}), ("_spares", {}), ("_kept", [])):
         monkeypatch.setattr(_chain, name, empty)

@@ -20,6 +20,10 @@ SIDE, CONSUMER = 0xABC0, 0xDEF0  # addresses of streams
 MEMORY = {0x1000: 0, 0x2000: 1, 0x3000: -2}  # addresses, and the device that each is on
 
 
+class CudaError(RuntimeError):
+    """As CuPy's."""
+
+
 class Driver:
     """A stand-in for CuPy that notes what it is asked for."""
 
@@ -36,6 +40,7 @@ class Driver:
                 ptr=self.streams[self.device], is_capturing=lambda: self.streams[self.device] in self.capturing
             ),
             runtime=SimpleNamespace(
+                CUDARuntimeError=CudaError,
                 pointerGetAttributes=lambda address: SimpleNamespace(device=MEMORY[address]),
                 streamIsCapturing=lambda stream: stream in self.capturing,
                 eventRecord=lambda event, stream: self.log.append(("record", self.device, stream)),
@@ -219,6 +224,17 @@ def test_a_refusal_names_the_argument_and_gives_the_librarys_reason(driver, tens
     with pytest.raises(TypeError, match=rf"^biases\[0\] is a .*{type(tensor).__name__} {reason}"):
         as_cupy("biases[0]", tensor)
     assert driver.device == 0
+
+
+def test_an_error_of_the_gpu_is_not_hidden_behind_a_refusal(driver):
+    """DLPack is refused, and the interface is tried."""
+
+    def broken(_):
+        raise CudaError("an illegal memory access was encountered")
+
+    driver.cuda.runtime.pointerGetAttributes = broken
+    with pytest.raises(CudaError, match="an illegal memory access"):
+        as_cupy("x", Both(refuses=BufferError("use tensor.detach()")))
 
 
 def test_a_runtime_error_is_a_refusal_only_of_what_records_gradients(driver):

@@ -61,6 +61,7 @@ def test_the_committed_measurement_shows_what_was_promised():
         limit = figure(raw, batch, "host_us")
         assert figure(out, batch, "host_us") <= 1.02 * limit
         assert figure("net(x)", batch, "host_us") <= limit + figure("cupy.empty", batch, "host_us")
+        # 1.0 and 1.2 were asked: not quite reached at all batches.
         assert figure("net.bind(x, out=y)()", batch, "host_us") <= 1.22 * figure("bare graph launch", batch, "host_us")
     numpy_on_gpu, copies = "NumPy to NumPy on the GPU", "the same by asarray and asnumpy"
     assert figure(numpy_on_gpu, 16, "round_trip_us") <= 0.35 * figure(copies, 16, "round_trip_us")
