@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._checks import Device, check_call, check_device, dtype_name, to_host, type_name
-from ._gpu import gpu_problem, is_cupy_array
+from ._gpu import is_cupy_array
 from .mlp import MLP
 
 if TYPE_CHECKING:
@@ -167,18 +167,16 @@ _lock = threading.Lock()
 
 def _run(block: Any, net: MLP, *, token: str, device: Device) -> Any:
     """One task: the network of a chunk."""
-    return _kept(net, token, device)(block, device=device)
+    return _kept(net, token)(block, device=device)
 
 
-def _kept(net: MLP, token: str, device: Device) -> MLP:
+def _kept(net: MLP, token: str) -> MLP:
     """The MLP with this token that this process keeps, which is net if there was none."""
     with _lock:
         kept = _nets.setdefault(token, net)
         _nets.move_to_end(token)
         while len(_nets) > KEPT_NETS:
             _nets.popitem(last=False)
-        if device != "cpu" and gpu_problem() is None:
-            kept._on_gpu()  # under the lock: two threads that come first together would upload twice
         return kept
 
 

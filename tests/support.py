@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -320,3 +321,12 @@ def run_on_host(
         round_=(0, 0, len(x)),
     )
     return np.frombuffer(out, dtype).reshape(len(x), n) if y_bytes is None else out
+
+
+def in_threads(count: int, work) -> None:
+    """``work(i)`` in as many threads, side by side; returns when all are done."""
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from support import CANONICAL, c_loop, random_net, same_bits
+from support import CANONICAL, c_loop, in_threads, random_net, same_bits
 
 import cupymlp
 from cupymlp import MLP, _recorders
@@ -276,11 +276,7 @@ def test_threads_share_a_bound_call_and_a_net(cupy, rng):
                     wrong.append((i, turn))
 
     want = [c_loop(net, rows) for rows in data]
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, work)
     assert wrong == []
 
 

@@ -308,15 +308,15 @@ def test_copies_that_are_unpickled_for_each_task_run_as_one_network(rng):
     net = small_net(rng)
     token = net.__dask_tokenize__()[1]
     packed = pickle.dumps(net)
-    kept = {id(cupymlp.dask._kept(pickle.loads(packed), token, "cpu")) for _ in range(10)}
+    kept = {id(cupymlp.dask._kept(pickle.loads(packed), token)) for _ in range(10)}
     assert len(kept) == 1
 
 
 def test_a_process_keeps_the_networks_that_it_used_last(rng):
     nets = {str(i): small_net(rng, (2, 2)) for i in range(cupymlp.dask.KEPT_NETS + 5)}
     for token, net in nets.items():
-        assert cupymlp.dask._kept(net, token, "cpu") is net
-        assert cupymlp.dask._kept(small_net(rng, (2, 2)), "0", "cpu") is nets["0"]  # in use, so it stays
+        assert cupymlp.dask._kept(net, token) is net
+        assert cupymlp.dask._kept(small_net(rng, (2, 2)), "0") is nets["0"]  # in use, so it stays
     assert [*cupymlp.dask._nets] == [*list(nets)[-cupymlp.dask.KEPT_NETS + 1 :], "0"]
 
 
@@ -326,26 +326,27 @@ class GpuChunk(np.ndarray):
 
 @pytest.fixture
 def uploaded(monkeypatch):
-    """Without a GPU: the networks that were made ready for one, as `MLP._on_gpu` does at the first call, and then computed."""
-    found = []
+    """Without a GPU: the stand-ins for a network on one that were made."""
+    made = []
 
-    def on_gpu(self):
-        if self._gpu is None:
+    class PackedNet:
+        def __init__(self, network, weights, biases, *_):
             time.sleep(0.05)  # so that threads which do not wait for each other are seen
-            found.append(self)
-            self._gpu = self._network, *self._on_cpu()
-        return self._gpu
+            made.append(self)
+            self.arguments = network, weights, biases
 
-    def call(self, x, out=None, *, device=None):
-        out = np.empty((*x.shape[:-1], self.network.sizes[-1]), self.dtype).view(type(x))
-        run_cpu(*self._on_gpu(), x, out)
-        return out
+        def run(self, x, out=None):
+            out = np.empty((*x.shape[:-1], self.arguments[0].sizes[-1]), np.float32).view(GpuChunk)
+            run_cpu(*self.arguments, x, out)
+            return out
 
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=GpuChunk))
-    monkeypatch.setattr(MLP, "_on_gpu", on_gpu)
-    monkeypatch.setattr(MLP, "__call__", call)
-    monkeypatch.setattr(cupymlp.dask, "gpu_problem", lambda: None)
-    return found
+        __call__ = run
+
+    cupy = SimpleNamespace(ndarray=GpuChunk)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cupymlp.mlp, "cupy_or_error", lambda _: cupy)
+    monkeypatch.setattr(cupymlp.mlp, "PackedNet", PackedNet)
+    return made
 
 
 def test_gpu_chunks_give_gpu_chunks_and_one_upload_whatever_is_unpickled(da, rng, uploaded):

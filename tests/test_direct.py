@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from support import in_threads
 
 from cupymlp import _direct
 from cupymlp._direct import NO_CONTEXT, direct_launch
@@ -75,11 +76,7 @@ def test_a_launch_during_a_launch_leaves_its_arguments_alone(driver):
 def test_threads(driver):
     launch, barrier = launch_of(), threading.Barrier(8)
     driver.during = lambda: barrier.wait(10)
-    threads = [threading.Thread(target=launch, args=(i, -i)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, lambda i: launch(i, -i))
     assert sorted(later[0] for _, _, later, _ in driver.launches) == list(range(8))
     assert all(later[1] == -later[0] for _, _, later, _ in driver.launches)
 

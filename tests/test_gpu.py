@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 import pytest
-from support import CANONICAL, NETS, c_loop, odd_values, random_net, same_bits
+from support import CANONICAL, NETS, c_loop, in_threads, odd_values, random_net, same_bits
 
 import cupymlp
 from cupymlp import _compile, _launch
@@ -481,11 +481,7 @@ def test_threads_share_a_net(cupy, rng):
                 if not same_bits(y.get(), want[:batch]):
                     wrong.append((number, i))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, work)
     assert wrong == []
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import NETS, c_loop, odd_values, random_net, same_bits
+from support import NETS, c_loop, in_threads, odd_values, random_net, same_bits
 
 import cupymlp
 import cupymlp.mlp
@@ -328,15 +328,11 @@ def test_threads_that_come_first_share_one_upload(canonical, monkeypatch):
     monkeypatch.setattr(cupymlp.mlp, "cupy_or_error", lambda asked: SimpleNamespace(ndarray=None))
     net, found = canonical.mlp(), []
 
-    def work():
+    def work(_):
         start.wait()
         found.append(net._on_gpu())
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, work)
     assert found == made * 8
 
 

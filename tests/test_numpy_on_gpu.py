@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 import pytest
-from support import CANONICAL, c_loop, random_net, same_bits
+from support import CANONICAL, c_loop, in_threads, random_net, same_bits
 
 from cupymlp import MLP, _host
 
@@ -131,11 +131,7 @@ def test_threads_do_not_share_staging_memory(cupy, rng):
     def work(i):
         wrong.extend((i, turn) for turn in range(200) if not same_bits(mlp(data[i], device="cuda"), want[i]))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, work)
     assert wrong == []
 
 

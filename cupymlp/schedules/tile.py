@@ -30,8 +30,8 @@ class Shape:
     warps: int
 
 
-# Measured on an H200 (canonical net): of 8, 4 and 2 rows a lane with 8, 12 and 16 warps, 4 with 12 is the fastest at 2^20 rows
-# (353, 351 us), 2 with 16 at 2,048 (6.1, 4.4 us). 8 columns a lane read the fewest operands from shared memory.
+# Measured on an H200 (canonical net, benchmarks/exploration-h200.txt): of 8, 4 and 2 rows a lane with 8, 12 and 16 warps, 4
+# with 12 is the fastest at 2^20 rows, 2 with 16 at 2,048. 8 columns a lane read the fewest operands from shared memory.
 SHAPES = {4: (Shape(4, 8, 12), Shape(2, 8, 16)), 8: (Shape(4, 4, 8), Shape(2, 4, 8))}
 # The cost model, fitted to benchmarks/sweep-*: us; bytes a us; the rest by rows a lane: us of each input of a layer that a
 # tile goes through, and multiply-adds a us and multiprocessor, with as many warps as registers allow.
