@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import threading
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from . import _npz
 from ._checks import (
-    ActivationArgument,
     Device,
     as_cupy,
     as_numpy,
     check_call,
     check_device,
-    checked_schedule,
     library_of,
-    make_network,
     mixed_message,
-    read_layers,
-    to_host,
     type_name,
 )
 from ._compile import with_registers
@@ -34,7 +25,8 @@ from ._graph import Bound, bind
 from ._host import Host
 from ._launch import PackedNet
 from .cpu import run_cpu
-from .network import Network, numpy_dtype
+from .model import Model
+from .network import Network
 from .plan import Plan
 from .schedules import plan_cpu, plan_gpu
 
@@ -43,7 +35,7 @@ __all__ = ["MLP"]
 SEEN_CALLS = 256  # combinations of shapes and dtypes that an MLP remembers as checked; past that it starts afresh
 
 
-class MLP:
+class MLP(Model):
     """A multilayer perceptron with fixed weights, run as one GPU kernel, or on the CPU.
 
     ``h = act(h @ W + b)`` through all layers. The object never changes: it copies its weights when it is made, keeps
@@ -105,31 +97,6 @@ class MLP:
     True
     """
 
-    def __init__(
-        self,
-        weights: Sequence[Any],
-        biases: Sequence[Any] | None = None,
-        activation: ActivationArgument = "relu",
-        out_activation: str = "identity",
-        weight_layout: str = "in_out",
-        precision: str = "ieee",
-        *,
-        dtype: DTypeLike | None = None,
-        schedule: str | None = None,
-    ) -> None:
-        schedule = checked_schedule(schedule)
-        layers = read_layers("MLP", weights, biases, weight_layout)
-        host_weights = [to_host(w, name) for w, name in zip(layers.weights, layers.weight_names, strict=True)]
-        host_biases = [None if b is None else to_host(b, f"biases[{i}]") for i, b in enumerate(layers.biases)]
-        network = make_network(layers, activation, out_activation, precision, dtype)
-        self._set(
-            network,
-            weight_layout,
-            [_frozen(w.T if weight_layout == "out_in" else w, network.dtype) for w in host_weights],
-            [None if b is None else _frozen(b, network.dtype) for b in host_biases],
-            schedule,
-        )
-
     def _set(
         self,
         network: Network,
@@ -138,67 +105,13 @@ class MLP:
         biases: list[NDArray[np.floating] | None],
         schedule: str | None,
     ) -> None:
-        self._network = network
-        self._weight_layout = weight_layout
-        self._weights = weights  # (in, out), whatever the caller's layout
-        self._biases = biases
-        self._schedule = schedule
+        super()._set(network, weight_layout, weights, biases, schedule)
         self._for_cpu: Any = None  # the weights and biases that the CPU path takes, made at the first call there
         self._seen: set[Any] = set()  # shapes and dtypes of NumPy arrays that were checked
         self._lock = threading.Lock()
         self._gpu: Any = None  # a PackedNet, made at the first call on a GPU
         self._host: Host | None = None  # its calls on NumPy arrays, made at the first
         self._cupy_ndarray: Any = None
-
-    # --- What it is -------------------------------------------------------------------------------------------
-
-    @property
-    def network(self) -> Network:
-        """The frozen description: sizes, activations, biases, dtype, precision."""
-        return self._network
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of weights and results."""
-        return numpy_dtype(self._network.dtype)
-
-    @property
-    def weight_layout(self) -> str:
-        """``in_out`` or ``out_in``, as it was made."""
-        return self._weight_layout
-
-    @property
-    def schedule(self) -> str | None:
-        """The schedule that is forced on the GPU, if one is."""
-        return self._schedule
-
-    @property
-    def weights(self) -> tuple[NDArray[np.floating], ...]:
-        """The weights as read-only NumPy arrays, in the layout asked for."""
-        return tuple(w.T if self._weight_layout == "out_in" else w[:] for w in self._weights)
-
-    @property
-    def biases(self) -> tuple[NDArray[np.floating] | None, ...]:
-        """The biases as read-only NumPy arrays (N,), None where a layer has none."""
-        return tuple(None if b is None else b[:] for b in self._biases)
-
-    def __repr__(self) -> str:
-        return f"<cupymlp.MLP {self._network.describe()}>"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._network, self._weight_layout, self._weights, self._biases, self._schedule)
-
-    def __dask_tokenize__(self) -> tuple[str, str]:
-        """What Dask knows this network by: the same for equal ones in every process, hashed once an object."""
-        token: str | None = getattr(self, "_dask_token", None)
-        if token is None:
-            digest = hashlib.blake2b(digest_size=16)
-            digest.update(repr((self._network, self._weight_layout, self._schedule)).encode())
-            for array in (*self._weights, *self._biases):
-                if array is not None:  # C-contiguous, with its shape in the network: the bytes say the rest
-                    digest.update(array.reshape(-1).view(np.uint8).data)
-            token = self._dask_token = digest.hexdigest()
-        return "cupymlp.MLP", token
 
     # --- Running it ---------------------------------------------------------------------------------------------
 
@@ -461,80 +374,3 @@ class MLP:
             engine = CpuEngine(self._network, *self._on_cpu())
         arrays = [*self._weights, *self._biases]
         return run_map(engine, self._network, arrays, x, out, rows, progress, resume, overwrite)
-
-    # --- Files and other libraries' models ------------------------------------------------------------------------
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the network and its weights to a ``.npz`` file: plain arrays, no pickle. `MLP.load` reads it.
-
-        ``schedule`` is not written: it belongs to a GPU, not to the network. bfloat16 weights are written as their bits.
-
-        The file is written beside its place and then moved there, so that an interrupted save leaves the old one.
-        """
-        _npz.save(path, self._network, self._weight_layout, self.weights, self.biases)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], *, schedule: str | None = None) -> MLP:
-        """Read what `MLP.save` wrote. ``schedule`` is as for `MLP`.
-
-        Raises
-        ------
-        ValueError
-            If the file is truncated, is something else, or was tampered with; the message says what is wrong. For an unknown
-            schedule.
-        FileNotFoundError
-            If there is none.
-        """
-        schedule = checked_schedule(schedule)
-        saved = _npz.load(path)
-        in_out = [w.T for w in saved.weights] if saved.weight_layout == "out_in" else saved.weights
-        return _rebuild(saved.network, saved.weight_layout, in_out, saved.biases, schedule)
-
-    @classmethod
-    def from_sklearn(cls, estimator: Any, *, output: str = "raw", dtype: DTypeLike | None = None) -> MLP:
-        """The network of a fitted scikit-learn ``MLPClassifier`` or ``MLPRegressor``.
-
-        Parameters
-        ----------
-        estimator
-            The fitted estimator. scikit-learn itself is not imported.
-        output
-            ``"raw"``: the last layer's sums, up to but without the output function that ``estimator.out_activation_``
-            names: ``identity`` for a regressor with squared error, whose prediction these are, else ``softmax``,
-            ``logistic`` or ``exp``.
-        dtype
-            As for `MLP`: None keeps the dtype that the estimator was trained in.
-
-        Raises
-        ------
-        TypeError
-            If it is not such an estimator.
-        ValueError
-            If it is not fitted, or uses an activation that is not available; the message names it.
-        """
-        from .models.sklearn import read_estimator
-
-        found = read_estimator(estimator, output)
-        return cls(found.weights, found.biases, found.activation, found.out_activation, dtype=dtype)
-
-
-def _rebuild(
-    network: Network,
-    weight_layout: str,
-    weights: list[NDArray[np.floating]],
-    biases: list[NDArray[np.floating] | None],
-    schedule: str | None = None,
-) -> MLP:
-    """An MLP of what is checked already; weights in_out."""
-    net = MLP.__new__(MLP)
-    frozen = [_frozen(w, network.dtype) for w in weights]
-    frozen_biases = [None if b is None else _frozen(b, network.dtype) for b in biases]
-    net._set(network, weight_layout, frozen, frozen_biases, schedule)
-    return net
-
-
-def _frozen(array: NDArray[Any], dtype: str) -> NDArray[np.floating]:
-    """A C-contiguous copy that cannot be made writable again: a view of a read-only array."""
-    copy = np.array(array, dtype=numpy_dtype(dtype), order="C", copy=True)
-    copy.flags.writeable = False
-    return copy[:]

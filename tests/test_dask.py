@@ -387,7 +387,7 @@ def test_gpu_chunks_give_gpu_chunks_and_one_upload_whatever_is_unpickled(da, rng
 def start_counting():
     """In a worker: count the networks that are unpickled and those that compute."""
     counts = cupymlp.dask._counts = {"unpickled": 0, "blocks": 0, "nets": set()}
-    make, call = MLP._set, MLP.__call__  # not _rebuild: it is in every pickle, by name
+    make, call = MLP._set, MLP.__call__  # not _rebuilt: it is in every pickle, by name
 
     def counted_set(self, *arguments):
         counts["unpickled"] += 1

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from .._checks import type_name
 from ..activations import ACTIVATIONS
+from . import Found
 
-__all__ = ["FoundNetwork", "read_estimator"]
+__all__ = ["read_estimator"]
 
 OUTPUTS = ("raw",)
 
 
-@dataclass(frozen=True)
-class FoundNetwork:
-    """What `cupymlp.MLP` needs of an estimator; weights are in_out, as scikit-learn keeps them."""
-
-    weights: list[Any]
-    biases: list[Any]
-    activation: str
-    out_activation: str
-
-
-def read_estimator(estimator: Any, output: str) -> FoundNetwork:
+def read_estimator(estimator: Any, output: str) -> Found:
     """Read a fitted estimator; `cupymlp.MLP.from_sklearn` documents the arguments and errors."""
     if output not in OUTPUTS:
         raise ValueError(f"output is {output!r}; accepted: 'raw', the last layer's sums without the output function")
@@ -35,4 +25,5 @@ def read_estimator(estimator: Any, output: str) -> FoundNetwork:
         raise ValueError(
             f"the estimator's activation is {estimator.activation!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}"
         )
-    return FoundNetwork(list(estimator.coefs_), list(estimator.intercepts_), estimator.activation, "identity")
+    hidden = [estimator.activation] * (len(estimator.coefs_) - 1)
+    return Found(list(estimator.coefs_), list(estimator.intercepts_), hidden)
