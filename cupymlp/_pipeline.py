@@ -7,8 +7,8 @@ several times slower than the link; and lanes whose buffers all fit into the las
 doubled ones (benchmarks/exploration-h200.txt, which also has what was slower: pieces of chunks copied by several threads
 and moved by one, page-locking x and out themselves, the driver's own copies of pageable memory).
 
-The calling thread hands the chunks out and sees that they are complete, in order: the rows that are complete are always the
-first so many.
+Lanes take chunks in order, and no more once one has failed; the calling thread looks now and then how many are written: the
+rows that are complete are always the first so many.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import contextlib
 import os
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ __all__ = ["GpuEngine"]
 
 MOST_LANES, LEAST_LANES = 16, 4  # between them: one a core
 MOST_BUFFER_BYTES = 1792 << 20  # of all lanes, in page-locked memory and on the GPU
-AHEAD = 2  # chunks that are handed out, for each lane: so that none waits for the calling thread
+LOOK_SECONDS = 0.02  # how often the calling thread looks what is complete
 HUGE_PAGE = 2 << 20
 _CUDA_OUT_OF_MEMORY = 2  # the status of the runtime's and of the driver's error alike
 
@@ -208,6 +208,18 @@ class _PageLocked:
         return self._memory[start:stop]  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The first so many rows of a lane's buffers, and how they are copied: the arguments of cudaMemcpyAsync."""
+
+    host_x: NDArray[Any]
+    host_y: NDArray[Any]
+    x: Any
+    y: Any
+    upload: tuple[int, ...]
+    download: tuple[int, ...]
+
+
 class _Lane:
     """A stream, an event and buffers for one chunk: x and y in page-locked memory, x and y on the GPU."""
 
@@ -218,14 +230,34 @@ class _Lane:
             return cupy.ndarray(shape, dtype, memptr=memory)
 
         self.stream, self.done = stream, done
-        self.host_x: Any
-        self.host_y: Any
-        self.host_x, self.host_y = shapes.arrays(host)
-        self.x, self.y = on_device(shapes.x, shapes.x_dtype), on_device(shapes.y, shapes.y_dtype)
+        self._runtime = cupy.cuda.runtime
+        self._buffers: Any = (
+            *shapes.arrays(host),
+            on_device(shapes.x, shapes.x_dtype),
+            on_device(shapes.y, shapes.y_dtype),
+        )
+        self._rows: dict[int, _Rows] = {}
+
+    def rows(self, count: int) -> _Rows:
+        """The first rows. Kept: slicing CuPy's arrays in every chunk halved the rate (benchmarks/exploration-h200.txt)."""
+        rows = self._rows.get(count)
+        if rows is None:
+            host_x, host_y, x, y = (buffer[:count] for buffer in self._buffers)
+            runtime, stream = self._runtime, self.stream.ptr
+            rows = self._rows[count] = _Rows(
+                host_x,
+                host_y,
+                x,
+                y,
+                (x.data.ptr, host_x.ctypes.data, x.nbytes, runtime.memcpyHostToDevice, stream),
+                (host_y.ctypes.data, y.data.ptr, y.nbytes, runtime.memcpyDeviceToHost, stream),
+            )
+        return rows
 
     def free(self) -> None:
         """Let go of everything, whoever still holds the lane (an exception's traceback may)."""
-        self.host_x = self.host_y = self.x = self.y = self.stream = self.done = None
+        self._buffers = self.stream = self.done = None
+        self._rows.clear()
 
 
 def _free(lanes: list[_Lane]) -> None:
@@ -285,12 +317,18 @@ class _Work:
 
     def __init__(self, cupy: Any, net: PackedNet, job: Job, lanes: list[_Lane], one_stream: Any) -> None:
         self._cupy, self._net, self._job = cupy, net, job
-        self._lanes, self._one_stream = deque(lanes), one_stream
-        self._ahead = AHEAD * len(lanes)
-        self._device = cupy.cuda.Device(cupy.cuda.runtime.getDevice())
-        self._own = threading.local()
+        self._one_stream = one_stream
         self._once: dict[int, bool] = {}  # whether a chunk of so many rows is one launch
-        self._pool = ThreadPoolExecutor(len(lanes), "cupymlp-map", self._begin)
+        self._device = cupy.cuda.Device(cupy.cuda.runtime.getDevice())
+        self._chunks = enumerate(job.chunks())
+        self._lock = threading.Lock()  # of the chunks, and of what follows
+        self._stopped = False
+        self._done: set[int] = set()  # chunks that are written and not committed
+        self._errors: dict[int, BaseException] = {}
+        self._left = threading.Semaphore(0)  # one for each thread that has ended
+        self._threads = [
+            threading.Thread(target=self._run_lane, args=[lane], name="cupymlp-map", daemon=True) for lane in lanes
+        ]
         self._one_thread = ThreadPoolExecutor(1, "cupymlp-compute", self._device.use)
         self._reads, self._writes = _InOrder("cupymlp-read"), _InOrder("cupymlp-write")
 
@@ -298,68 +336,84 @@ class _Work:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stopped = True
         with contextlib.ExitStack() as stack:  # in the opposite order
             for close in (self._one_thread.shutdown, self._reads.close, self._writes.close):
                 stack.callback(close)
-            stack.callback(self._pool.shutdown, wait=True, cancel_futures=True)
+            for thread in self._threads:
+                if thread.ident is not None:  # it was started
+                    stack.callback(thread.join)
 
     def run(self) -> None:
-        """Until every chunk is written."""
-        under_way: deque[tuple[int, Future[None]]] = deque()
-        for number, (start, stop) in enumerate(self._job.chunks()):
-            under_way.append((stop, self._pool.submit(self._chunk, number, start, stop)))
-            if len(under_way) > self._ahead:
-                self._commit(*under_way.popleft())
-        while under_way:
-            self._commit(*under_way.popleft())
+        """Until every chunk is written, or one has failed and those before it are written."""
+        for thread in self._threads:
+            thread.start()
+        ends = (stop for _, stop in self._job.chunks())
+        committed, running = 0, len(self._threads)
+        while running or committed in self._done:
+            # Seldom: to be woken for every chunk would take the interpreter from the lanes, again and again.
+            if running and self._left.acquire(timeout=LOOK_SECONDS):
+                running -= 1
+            while committed in self._done:
+                self._done.remove(committed)
+                committed += 1
+                self._job.commit(next(ends))
+        if self._errors:
+            raise self._errors[min(self._errors)]
 
-    def _commit(self, stop: int, chunk: Future[None]) -> None:
-        chunk.result()
-        self._job.commit(stop)
-
-    def _begin(self) -> None:
-        """In each thread of the pool: take a lane."""
-        self._device.use()
-        self._own.lane = self._lanes.popleft()
-
-    def _chunk(self, number: int, start: int, stop: int) -> None:
-        """All of a chunk, in a thread of the pool."""
-        lane, count = self._own.lane, stop - start
-        source, sink = self._job.source, self._job.sink
+    def _run_lane(self, lane: _Lane) -> None:
+        """In a thread: take chunks, until there are none or one has failed."""
         try:
-            with naming("reading", start, stop):
-                if source.parallel:
-                    source.read(start, stop, lane.host_x[:count])
-                else:
-                    self._reads.call(number, source.read, start, stop, lane.host_x[:count])
-            with naming("computing", start, stop):
-                self._compute(lane, count)
-            with naming("writing", start, stop):
-                if sink.parallel:
-                    sink.write(start, stop, lane.host_y[:count])
-                else:
-                    self._writes.call(number, sink.write, start, stop, lane.host_y[:count])
-        except BaseException:
-            self._reads.stop_after(number)
-            self._writes.stop_after(number)
-            raise
+            self._device.use()
+            with lane.stream:
+                while not self._stopped:
+                    with self._lock:
+                        number, (start, stop) = next(self._chunks, (0, (0, 0)))
+                    if start == stop:
+                        return
+                    try:
+                        self._chunk(lane, number, start, stop)
+                    except BaseException as error:  # to be raised where map was called
+                        self._errors[number] = error
+                        self._stopped = True
+                        self._reads.stop_after(number)
+                        self._writes.stop_after(number)
+                        return
+                    self._done.add(number)
+        finally:
+            self._left.release()
 
-    def _compute(self, lane: _Lane, count: int) -> None:
-        """Upload, compute and download a lane's first rows; returns when they are there."""
-        runtime, stream = self._cupy.cuda.runtime, lane.stream
-        x, y = lane.x[:count], lane.y[:count]
-        if x.nbytes:
-            runtime.memcpyAsync(x.data.ptr, lane.host_x.ctypes.data, x.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+    def _chunk(self, lane: _Lane, number: int, start: int, stop: int) -> None:
+        """All of a chunk."""
+        source, sink = self._job.source, self._job.sink
+        with naming("reading", start, stop):
+            rows = lane.rows(stop - start)
+            if source.parallel:
+                source.read(start, stop, rows.host_x)
+            else:
+                self._reads.call(number, source.read, start, stop, rows.host_x)
+        with naming("computing", start, stop):
+            self._compute(lane, rows, stop - start)
+        with naming("writing", start, stop):
+            if sink.parallel:
+                sink.write(start, stop, rows.host_y)
+            else:
+                self._writes.call(number, sink.write, start, stop, rows.host_y)
+
+    def _compute(self, lane: _Lane, rows: _Rows, count: int) -> None:
+        """Upload, compute and download; returns when the result is there."""
+        copy = self._cupy.cuda.runtime.memcpyAsync
+        if rows.x.size:
+            copy(*rows.upload)
         once = self._once.get(count)
         if once is None:
-            once = self._once[count] = self._net.launches_once(x)
+            once = self._once[count] = self._net.launches_once(rows.x)
         if once:
-            with stream:
-                self._net(x, y)
+            self._net(rows.x, rows.y)  # the lane's stream is this thread's current one
         else:
-            self._one_thread.submit(self._compute_in_one, lane, x, y).result()
-        runtime.memcpyAsync(lane.host_y.ctypes.data, y.data.ptr, y.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
-        lane.done.record(stream)
+            self._one_thread.submit(self._compute_in_one, lane, rows.x, rows.y).result()
+        copy(*rows.download)
+        lane.done.record(lane.stream)
         lane.done.synchronize()
 
     def _compute_in_one(self, lane: _Lane, x: Any, y: Any) -> None:
