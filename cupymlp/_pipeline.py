@@ -208,7 +208,7 @@ class _PageLocked:
         return self._memory[start:stop]  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Rows:
     """The first so many rows of a lane's buffers, and how they are copied: the arguments of cudaMemcpyAsync."""
 
@@ -218,6 +218,7 @@ class _Rows:
     y: Any
     upload: tuple[int, ...]
     download: tuple[int, ...]
+    graph: Any = None  # of upload, kernel and download, once they have run and if that is one launch
 
 
 class _Lane:
@@ -402,19 +403,34 @@ class _Work:
 
     def _compute(self, lane: _Lane, rows: _Rows, count: int) -> None:
         """Upload, compute and download; returns when the result is there."""
+        stream = lane.stream  # this thread's current one
+        if rows.graph is not None:
+            self._cupy.cuda.runtime.graphLaunch(rows.graph.graphExec, stream.ptr)
+        else:
+            once = self._once.get(count)
+            if once is None:
+                once = self._once[count] = self._net.launches_once(rows.x)
+            self._queue(lane, rows, once)
+            if once:
+                # One call of CUDA for each chunk instead of three, for which threads wait for each other.
+                stream.synchronize()
+                stream.begin_capture()
+                try:
+                    self._queue(lane, rows, once)
+                finally:
+                    rows.graph = stream.end_capture()
+        lane.done.record(stream)
+        lane.done.synchronize()
+
+    def _queue(self, lane: _Lane, rows: _Rows, once: bool) -> None:
         copy = self._cupy.cuda.runtime.memcpyAsync
         if rows.x.size:
             copy(*rows.upload)
-        once = self._once.get(count)
-        if once is None:
-            once = self._once[count] = self._net.launches_once(rows.x)
         if once:
-            self._net(rows.x, rows.y)  # the lane's stream is this thread's current one
+            self._net(rows.x, rows.y)
         else:
             self._one_thread.submit(self._compute_in_one, lane, rows.x, rows.y).result()
         copy(*rows.download)
-        lane.done.record(lane.stream)
-        lane.done.synchronize()
 
     def _compute_in_one(self, lane: _Lane, x: Any, y: Any) -> None:
         """From one thread to one stream: cuBLAS keeps memory for each thread, and several launches for each stream."""

@@ -34,6 +34,7 @@ class LazyCupy:
     def __init__(self, rng=None, most_device_bytes=None, most_pinned_bytes=None):
         self.rng = rng
         self.streams = {}
+        self.graphs = {}
         self.live = {}  # kind and size of every buffer that somebody holds
         self.most = {"device": most_device_bytes, "pinned": most_pinned_bytes}
         self.ndarray = HostArray
@@ -59,6 +60,7 @@ class LazyCupy:
         runtime = SimpleNamespace(
             CUDARuntimeError=CudaError, getDevice=lambda: 0, memcpyHostToDevice=1, memcpyDeviceToHost=2,
             memcpyAsync=self.memcpy, hostRegister=self.register, hostUnregister=self.unregister,
+            graphLaunch=self.launch_graph,
         )  # fmt: skip
         self.cuda = SimpleNamespace(
             Device=lambda device_id: SimpleNamespace(use=lambda: None),
@@ -110,6 +112,12 @@ class LazyCupy:
             self.jiggle()
             self.streams[stream].append(lambda: ctypes.memmove(to, start, size))
 
+    def launch_graph(self, address, stream):
+        with self.lock:
+            self.jiggle()
+            for operation in self.graphs[address]:
+                self.streams[stream].append(operation)
+
     def jiggle(self):
         """Let some streams get on."""
         if self.rng is None:
@@ -135,15 +143,23 @@ class _Buffer(np.ndarray):
     """Unlike NumPy's own, it can be referred to weakly."""
 
 
+class _Graph:
+    """As CuPy's: it has the address of the driver's."""
+
+
 class _Stream:
     def __init__(self, module):
         self.module = module
         self.ptr = 1000 + len(module.streams)
         self.queue, self.first = [], 0  # first: the number of the queue's first operation
         self.before = []
+        self.captured = None
         module.streams[self.ptr] = self
 
     def append(self, operation):
+        if self.captured is not None:
+            self.captured.append(operation)
+            return None
         self.queue.append(operation)
         return self.first + len(self.queue)  # what `first` is when the operation has run
 
@@ -173,11 +189,23 @@ class _Stream:
             self.append(operation)
 
     def synchronize(self):
+        assert self.captured is None
         with self.module.lock:
             self.run_until(self.first + len(self.queue))
 
     def is_capturing(self):
-        return False
+        return self.captured is not None
+
+    def begin_capture(self):
+        self.captured = []
+
+    def end_capture(self):
+        """What keeps a graph's operations: they are gone with it."""
+        graph = _Graph()
+        graph.graphExec = id(graph)
+        self.module.graphs[graph.graphExec], self.captured = self.captured, None
+        weakref.finalize(graph, self.module.graphs.pop, graph.graphExec)
+        return graph
 
     def __enter__(self):
         self.before.append(self.module.current)

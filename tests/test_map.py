@@ -848,7 +848,7 @@ def test_out_of_memory_on_the_way_goes_on_where_it_was(monkeypatch, net, x):
     cupy = LazyCupy()
     engine = gpu_engine(monkeypatch, net, cupy)
     launches_once = engine._net.launches_once
-    engine._net = failing(engine._net, 4, cupy.cuda.memory.OutOfMemoryError("scratch"))
+    engine._net = failing(engine._net, 1, cupy.cuda.memory.OutOfMemoryError("scratch"))
     engine._net.launches_once = launches_once
     seen = []
     y = through(engine, net, x, rows=200, progress=lambda done, total: seen.append(done))
