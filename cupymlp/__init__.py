@@ -4,10 +4,10 @@ To read the source, in this order: ``mlp`` (running a network; what it is: ``mod
 (``_checks`` has the checks), ``network`` (the description), ``activations``, ``plan`` (what a plan is) and ``schedules``
 (network + batch + device numbers -> plan, one file a schedule), ``_source``, ``_compile`` and ``_launch`` (from a .cu file to
 a launch; ``_chain``: to several), ``_pack`` (weights in the kernels' order), ``_direct`` and ``_graph`` (launches that cost
-little), ``_host`` (NumPy arrays on the GPU), ``_map`` and ``_pipeline`` (arrays larger than the GPU), ``cpu``, ``reference``
-(the formula in float64, and its error bounds), ``verify``, then ``models``, ``dask``, ``bench`` and ``cli``. The kernels are
-in ``cuda_src``: ``common.cuh`` and ``mlp_row.cu``; ``tile.cuh``, ``mlp_tile.cu`` and ``mlp_layer.cu`` for many rows;
-``tensor.cuh``, ``mlp_mma.cu`` and ``mlp_wgmma.cu`` for tensor cores.
+little), ``_host`` (NumPy arrays on the GPU), ``_map``, ``_pipeline`` and ``_lanes`` (arrays larger than the GPU), ``cpu``,
+``reference`` (the formula in float64, and its error bounds), ``verify``, then ``models``, ``dask``, ``bench`` and ``cli``. The
+kernels are in ``cuda_src``: ``common.cuh`` and ``mlp_row.cu``; ``tile.cuh``, ``mlp_tile.cu`` and ``mlp_layer.cu`` for many
+rows; ``tensor.cuh``, ``mlp_mma.cu`` and ``mlp_wgmma.cu`` for tensor cores.
 """
 
 from ._graph import Bound, capture

@@ -19,13 +19,10 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ._gpu import cupy_or_error
+from ._lanes import Lane, PageLocked, Rows, Shapes
 from ._launch import PackedNet
 from ._map_engine import Job, naming
 from .network import Network, numpy_dtype
@@ -35,7 +32,6 @@ __all__ = ["GpuEngine"]
 MOST_LANES, LEAST_LANES = 16, 4  # between them: one a core
 MOST_BUFFER_BYTES = 1792 << 20  # of all lanes, in page-locked memory and on the GPU
 LOOK_SECONDS = 0.02  # how often the calling thread looks what is complete
-HUGE_PAGE = 2 << 20
 _CUDA_OUT_OF_MEMORY = 2  # the status of the runtime's and of the driver's error alike
 
 
@@ -83,20 +79,20 @@ class GpuEngine:
         # The longest chunk: on the grid, none has more than job.rows.
         rows = min(job.rows, job.total - job.start)
         k, n = self._network.sizes[0], self._network.sizes[-1]
-        shapes = _Shapes(rows, k, n, job.source.dtype, numpy_dtype(self._network.dtype))
+        shapes = Shapes(rows, k, n, job.source.dtype, numpy_dtype(self._network.dtype))
         cores = len(os.sched_getaffinity(0))
         chunks = -(-(job.total - job.start) // job.rows) + 1  # at most
         count = _lane_count(cores, shapes.bytes, chunks)
         with _borrowed_streams(self._cupy, count + 1) as streams, contextlib.ExitStack() as at_end:
             with naming("making room for", *first):
-                lanes: list[_Lane] = []
+                lanes: list[Lane] = []
                 at_end.callback(_free, lanes)
-                memory = at_end.enter_context(_PageLocked(self._cupy, shapes.bytes * count))
+                memory = at_end.enter_context(PageLocked(self._cupy, shapes.bytes * count))
                 for i in range(count):
                     host = memory.take(shapes.bytes * i, shapes.bytes * (i + 1))
                     # The thread sleeps while it waits if others want its core.
                     event = self._cupy.cuda.Event(block=cores < MOST_LANES, disable_timing=True)
-                    lanes.append(_Lane(self._cupy, shapes, host, streams[i], event))
+                    lanes.append(Lane(self._cupy, shapes, host, streams[i], event))
                 # Memory of the pool may still be in use by what is queued on the current stream, and so may x.
                 self._cupy.cuda.get_current_stream().synchronize()
             at_end.enter_context(_Quiet(self._cupy, streams))
@@ -157,111 +153,7 @@ class _Quiet:
             stream.synchronize()
 
 
-# --- Buffers ----------------------------------------------------------------------------------------------------------
-
-
-class _Shapes:
-    """What the longest chunk has."""
-
-    def __init__(self, rows: int, k: int, n: int, x_dtype: np.dtype[Any], y_dtype: np.dtype[Any]) -> None:
-        self.x, self.y = (rows, k), (rows, n)
-        self.x_dtype, self.y_dtype = x_dtype, y_dtype
-        self.y_at = _whole(rows * k * x_dtype.itemsize, 512)  # as the allocators of device memory align
-        self.y_end = self.y_at + rows * n * y_dtype.itemsize
-        self.bytes = _whole(max(1, self.y_end), HUGE_PAGE if self.y_end > HUGE_PAGE else 4096)
-
-    def arrays(self, memory: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Views of a lane's host memory: x and y."""
-        x = memory[: self.x[0] * self.x[1] * self.x_dtype.itemsize].view(self.x_dtype).reshape(self.x)
-        return x, memory[self.y_at : self.y_end].view(self.y_dtype).reshape(self.y)
-
-
-def _whole(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
-class _PageLocked:
-    """Host memory that the GPU reads and writes, until the with block ends.
-
-    NumPy's memory, page-locked afterwards: Linux backs it with huge pages where it is allowed to, so that locking it takes a
-    third, and giving it back a tenth, of what CUDA's own page-locked memory takes.
-    """
-
-    def __init__(self, cupy: Any, size: int) -> None:
-        self._runtime = cupy.cuda.runtime
-        self._size = size
-
-    def __enter__(self) -> _PageLocked:
-        memory = np.empty(self._size + HUGE_PAGE, np.uint8)
-        first = -memory.ctypes.data % HUGE_PAGE
-        self._memory: Any = memory[first : first + self._size]
-        self._address = self._memory.ctypes.data
-        self._runtime.hostRegister(self._address, self._size, 0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._runtime.hostUnregister(self._address)
-        self._memory = None
-
-    def take(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """These bytes of it."""
-        return self._memory[start:stop]  # type: ignore[no-any-return]
-
-
-@dataclass
-class _Rows:
-    """The first so many rows of a lane's buffers, and how they are copied: the arguments of cudaMemcpyAsync."""
-
-    host_x: NDArray[Any]
-    host_y: NDArray[Any]
-    x: Any
-    y: Any
-    upload: tuple[int, ...]
-    download: tuple[int, ...]
-    graph: Any = None  # of upload, kernel and download, once they have run and if that is one launch
-
-
-class _Lane:
-    """A stream, an event and buffers for one chunk: x and y in page-locked memory, x and y on the GPU."""
-
-    def __init__(self, cupy: Any, shapes: _Shapes, host: NDArray[np.uint8], stream: Any, done: Any) -> None:
-        def on_device(shape: tuple[int, int], dtype: np.dtype[Any]) -> Any:
-            """From CuPy's current allocator."""
-            memory = cupy.cuda.alloc(max(1, shape[0] * shape[1] * dtype.itemsize))
-            return cupy.ndarray(shape, dtype, memptr=memory)
-
-        self.stream, self.done = stream, done
-        self._runtime = cupy.cuda.runtime
-        self._buffers: Any = (
-            *shapes.arrays(host),
-            on_device(shapes.x, shapes.x_dtype),
-            on_device(shapes.y, shapes.y_dtype),
-        )
-        self._rows: dict[int, _Rows] = {}
-
-    def rows(self, count: int) -> _Rows:
-        """The first rows. Kept: slicing CuPy's arrays in every chunk halved the rate (benchmarks/exploration-h200.txt)."""
-        rows = self._rows.get(count)
-        if rows is None:
-            host_x, host_y, x, y = (buffer[:count] for buffer in self._buffers)
-            runtime, stream = self._runtime, self.stream.ptr
-            rows = self._rows[count] = _Rows(
-                host_x,
-                host_y,
-                x,
-                y,
-                (x.data.ptr, host_x.ctypes.data, x.nbytes, runtime.memcpyHostToDevice, stream),
-                (host_y.ctypes.data, y.data.ptr, y.nbytes, runtime.memcpyDeviceToHost, stream),
-            )
-        return rows
-
-    def free(self) -> None:
-        """Let go of everything, whoever still holds the lane (an exception's traceback may)."""
-        self._buffers = self.stream = self.done = None
-        self._rows.clear()
-
-
-def _free(lanes: list[_Lane]) -> None:
+def _free(lanes: list[Lane]) -> None:
     for lane in lanes:
         lane.free()
 
@@ -316,7 +208,7 @@ class _InOrder:
 class _Work:
     """The lanes' threads, and the chunks of a job. At the end, however it comes, no thread copies any more."""
 
-    def __init__(self, cupy: Any, net: PackedNet, job: Job, lanes: list[_Lane], one_stream: Any) -> None:
+    def __init__(self, cupy: Any, net: PackedNet, job: Job, lanes: list[Lane], one_stream: Any) -> None:
         self._cupy, self._net, self._job = cupy, net, job
         self._one_stream = one_stream
         self._once: dict[int, bool] = {}  # whether a chunk of so many rows is one launch
@@ -362,7 +254,7 @@ class _Work:
         if self._errors:
             raise self._errors[min(self._errors)]
 
-    def _run_lane(self, lane: _Lane) -> None:
+    def _run_lane(self, lane: Lane) -> None:
         """In a thread: take chunks, until there are none or one has failed."""
         try:
             self._device.use()
@@ -384,7 +276,7 @@ class _Work:
         finally:
             self._left.release()
 
-    def _chunk(self, lane: _Lane, number: int, start: int, stop: int) -> None:
+    def _chunk(self, lane: Lane, number: int, start: int, stop: int) -> None:
         """All of a chunk."""
         source, sink = self._job.source, self._job.sink
         with naming("reading", start, stop):
@@ -401,7 +293,7 @@ class _Work:
             else:
                 self._writes.call(number, sink.write, start, stop, rows.host_y)
 
-    def _compute(self, lane: _Lane, rows: _Rows, count: int) -> None:
+    def _compute(self, lane: Lane, rows: Rows, count: int) -> None:
         """Upload, compute and download; returns when the result is there."""
         stream = lane.stream  # this thread's current one
         if rows.graph is not None:
@@ -422,7 +314,7 @@ class _Work:
         lane.done.record(stream)
         lane.done.synchronize()
 
-    def _queue(self, lane: _Lane, rows: _Rows, once: bool) -> None:
+    def _queue(self, lane: Lane, rows: Rows, once: bool) -> None:
         copy = self._cupy.cuda.runtime.memcpyAsync
         if rows.x.size:
             copy(*rows.upload)
@@ -432,7 +324,7 @@ class _Work:
             self._one_thread.submit(self._compute_in_one, lane, rows.x, rows.y).result()
         copy(*rows.download)
 
-    def _compute_in_one(self, lane: _Lane, x: Any, y: Any) -> None:
+    def _compute_in_one(self, lane: Lane, x: Any, y: Any) -> None:
         """From one thread to one stream: cuBLAS keeps memory for each thread, and several launches for each stream."""
         lane.done.record(lane.stream)
         self._one_stream.wait_event(lane.done)
