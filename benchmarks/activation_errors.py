@@ -84,7 +84,8 @@ def points(count: int, dtype: str, seed: int = 0) -> NDArray[Any]:
     """Numbers of every size from 2^-24 to 2^8, and some larger, of both signs."""
     rng = np.random.default_rng(seed)
     sizes = np.concatenate([np.exp2(rng.uniform(-24, 8, count - count // 8)), np.exp2(rng.uniform(8, 14, count // 8))])
-    return (sizes * rng.choice([-1.0, 1.0], count)).astype(numpy_dtype(dtype))
+    numbers: NDArray[Any] = (sizes * rng.choice([-1.0, 1.0], count)).astype(numpy_dtype(dtype))
+    return numbers
 
 
 def exact_values(spec: ActivationSpec, v: NDArray[Any], dtype: str) -> list[Any]:

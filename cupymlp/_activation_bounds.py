@@ -53,7 +53,7 @@ def activated(
         own = own + _rounding(activation, parameter, v, reach, size, _OWN)
         error = error + _rounding(activation, parameter, v, reach, size + error, sums)
     # What overflows: a result that is infinite in float64, too, or that can be in the network's arithmetic.
-    largest = np.where(np.isfinite(h), np.abs(h) + own, np.where(finite, np.inf, 0)) + error
+    largest = np.where(np.isfinite(h), np.abs(h) + own, np.where(np.isinf(h) & finite, np.inf, 0)) + error
     return np.where(largest < sums.most, error, np.inf), own
 
 

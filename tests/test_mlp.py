@@ -534,7 +534,7 @@ V = np.ones((4, 2), "f4")
         (
             lambda: MLP([W], out_activation=["relu"]),
             TypeError,
-            r"out_activation is \['relu'\] \(a list\); accepted: one of .*, or a name with its parameter, as \('leaky_relu', 0.25\)",
+            r"out_activation is \['relu'\] \(a list\); accepted: one of .*, or a name with its parameter, as \('leaky",
         ),
         (
             lambda: MLP([W, V], activation=("relu", 0.5)),
@@ -556,14 +556,14 @@ V = np.ones((4, 2), "f4")
         (
             lambda: MLP([W], out_activation=("leaky_relu", float("nan"))),
             ValueError,
-            r"the slope of out_activation is nan \(arithmetic is float32\); accepted: a finite number, as \('leaky_relu', 0.01\)",
+            r"the slope of out_activation is nan \(arithmetic is float32\); accepted: a finite number, as \('leaky_relu', 0.01",
         ),
         (lambda: MLP([W], out_activation=("sin", 1e39)), ValueError, "the omega of out_activation is 1e\\+39"),
         (lambda: MLP([W], out_activation=("sin", 10**400)), ValueError, "the omega of out_activation is 1000"),
         (
             lambda: MLP([W, V], activation=["leaky_relu", 0.25]),
             ValueError,
-            r"activation has 2 entries for 1 hidden layers; .*\. A name with its parameter is a tuple, as \('leaky_relu', 0.25\)",
+            r"activation has 2 entries for 1 hidden layers; .*\. A name with its parameter is a tuple, as \('leaky_relu', 0.25",
         ),
         (lambda: MLP([W, V], activation=("relu", "relu")), ValueError, "activation has 2 entries for 1 hidden layers"),
         (lambda: MLP([W], precision="half"), ValueError, "precision is 'half'; accepted: 'ieee'"),

@@ -13,7 +13,6 @@ from support import NETS, random_net
 from cupymlp import _source
 from cupymlp._pack import pack
 from cupymlp._strides import byte_bounds, merge_axes
-from cupymlp.activations import ACTIVATIONS
 from cupymlp.plan import layer_vectors
 from cupymlp.schedules import SCHEDULES
 
