@@ -249,7 +249,7 @@ def test_targets_that_are_no_scaling_are_refused(rng):
     with pytest.raises(ValueError, match=r"the TransformedTargetRegressor has a func; accepted: a transformer, one of"):
         MLP.from_sklearn(model)
     nested = fit(TransformedTargetRegressor(TransformedTargetRegressor(network, transformer=StandardScaler())), x, y)
-    with pytest.raises(TypeError, match="a TransformedTargetRegressor is inside another; accepted: one"):
+    with pytest.raises(TypeError, match="two TransformedTargetRegressors, one inside the other, have transformers"):
         MLP.from_sklearn(fit(TransformedTargetRegressor(nested, transformer=StandardScaler()), x, y))
     np.testing.assert_allclose(MLP.from_sklearn(nested)(x, device="cpu")[:, 0], nested.predict(x), rtol=1e-12)
 

@@ -70,13 +70,15 @@ def _parts(estimator: Any) -> tuple[list[Any], Any, Any]:
         return [*before, *inner], network, after
     if _is_a(estimator, "TransformedTargetRegressor"):
         before, network, after = _parts(_fitted(estimator, "regressor_"))
-        if after is not None:
-            raise TypeError("a TransformedTargetRegressor is inside another; accepted: one")
         if estimator.func is not None or estimator.inverse_func is not None:
             raise ValueError(
                 "the TransformedTargetRegressor has a func; accepted: a transformer, one of " + ", ".join(SCALERS)
             )
-        return before, network, None if estimator.transformer is None else _fitted(estimator, "transformer_")
+        if estimator.transformer is None:
+            return before, network, after
+        if after is not None:
+            raise TypeError("two TransformedTargetRegressors, one inside the other, have transformers; accepted: one")
+        return before, network, _fitted(estimator, "transformer_")
     if not hasattr(estimator, "hidden_layer_sizes") or not hasattr(estimator, "activation"):
         inside = ""
         if hasattr(estimator, "best_estimator_"):
