@@ -191,6 +191,144 @@ class Model:
 
         return cls._found(read_estimator(estimator, output, dtype), dtype)
 
+    @classmethod
+    def from_state_dict(
+        cls,
+        state_dict: Any,
+        *,
+        activation: ActivationArgument | None = None,
+        out_activation: Any = "identity",
+        prefix: str | Sequence[str] = "",
+        dtype: DTypeLike | None = None,
+    ) -> Self:
+        """The network of a torch state dict: the ``nn.Linear`` layers of a module that chains them.
+
+        Parameters
+        ----------
+        state_dict
+            Names to tensors, as ``module.state_dict()`` gives them: ``0.weight`` (out, in), ``0.bias`` (out,), ``2.weight`` and
+            so on. Tensors of torch, bfloat16 included (needs the package ml_dtypes), or arrays. torch is not imported.
+        activation, out_activation
+            As for `MLP`. A state dict does not name them, so that ``activation`` must be given where there are hidden layers.
+        prefix
+            Only names below this one count, as ``"policy"`` or ``"policy.net"``; ``""``: all, and then all must belong to one
+            chain of layers. A sequence of several: their layers follow one another, in this order.
+        dtype
+            As for `MLP`: None keeps that of the tensors.
+
+        Raises
+        ------
+        TypeError
+            If it is no such mapping.
+        ValueError
+            For tensors that are no linear layer's (BatchNorm, LayerNorm, Conv, ...), weights that are missing, shapes that do
+            not chain, numbers that are not finite, and names that do not say in which order layers come: those that differ by
+            more than their numbers. The message names them.
+
+        Notes
+        -----
+        Layers are ordered by the numbers in their names: ``net.2`` before ``net.10``, ``fc1`` before ``fc2``. Of names that
+        differ in words nothing is guessed: ``prefix=["hidden", "out"]`` says it.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cupymlp
+        >>> state = {  # what nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).state_dict() holds
+        ...     "0.weight": np.ones((8, 3), "f4"),
+        ...     "0.bias": np.zeros(8, "f4"),
+        ...     "2.weight": np.ones((2, 8), "f4"),
+        ...     "2.bias": np.ones(2, "f4"),
+        ... }
+        >>> net = cupymlp.MLP.from_state_dict(state, activation="relu")
+        >>> net(np.ones(3, "f4"))
+        array([25., 25.], dtype=float32)
+
+        A policy of stable-baselines3, whose last layer is in another module than the others::
+
+            parts = ["mlp_extractor.policy_net", "action_net"]
+            net = cupymlp.MLP.from_state_dict(model.policy.state_dict(), activation="tanh", prefix=parts)
+        """
+        from .models.state_dict import read_state_dict
+
+        return cls._found(read_state_dict(state_dict, prefix, activation, out_activation), dtype)
+
+    @classmethod
+    def from_safetensors(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        activation: ActivationArgument | None = None,
+        out_activation: Any = None,
+        prefix: str | Sequence[str] = "",
+        dtype: DTypeLike | None = None,
+    ) -> Self:
+        """The network of a safetensors file with the names of a torch state dict. Needs the package safetensors.
+
+        Parameters
+        ----------
+        path
+            The file. One of `to_safetensors` says all about its network; others hold arrays alone.
+        activation, out_activation
+            As for `MLP`. None: as the file says, if `to_safetensors` wrote it; else ``out_activation`` is ``identity``, and
+            ``activation`` must be given where there are hidden layers.
+        prefix
+            As for `from_state_dict`.
+        dtype
+            As for `MLP`: None keeps that of the file.
+
+        Raises
+        ------
+        ValueError
+            As for `from_state_dict`; if the file is damaged, or none of this kind. Files of ``torch.save`` are pickles, which
+            can run code, and are refused; the message says how to convert one.
+        FileNotFoundError
+            If there is none.
+        ImportError
+            If safetensors is not installed.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile
+        >>> import numpy as np
+        >>> import cupymlp
+        >>> net = cupymlp.MLP([np.ones((3, 8), "f4"), np.ones((8, 2), "f4")])
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "net.safetensors")
+        >>> net.to_safetensors(path)
+        >>> cupymlp.MLP.from_safetensors(path)
+        <cupymlp.MLP 3-8-2 float32, relu identity, no bias>
+        """
+        from .models.safetensors import read_safetensors
+
+        found, precision = read_safetensors(path, prefix, activation, out_activation)
+        return cls._found(found, dtype, precision=precision)
+
+    def to_safetensors(self, path: str | os.PathLike[str], *, prefix: str = "") -> None:
+        """Write a safetensors file with the names of a torch ``nn.Sequential``. Needs the package safetensors.
+
+        Layer i is ``<2 i>.weight`` (out, in) and ``<2 i>.bias``: an activation has a number of its own, the identity
+        (``nn.Identity``), too. The file's metadata has the activations and the precision under the key ``cupymlp``, from which
+        `from_safetensors` makes the same network again, to the bit.
+
+        Parameters
+        ----------
+        path
+            Where to. Written beside its place and then moved there, so that an interrupted save leaves the old file.
+        prefix
+            What names begin with, as ``"policy"`` for ``policy.0.weight``.
+
+        Examples
+        --------
+        What to load it into, in torch::
+
+            net.to_safetensors("net.safetensors")
+            module = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 24))
+            module.load_state_dict(safetensors.torch.load_file("net.safetensors"))
+        """
+        from .models.safetensors import write_safetensors
+
+        write_safetensors(path, prefix, self._network, self._weights, self._biases)
+
     # --- Other networks made of it ----------------------------------------------------------------------------------
 
     def scaled(
