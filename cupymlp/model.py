@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from . import _npz
 from ._checks import ActivationArgument, checked_schedule, make_network, network_dtype, read_layers, to_host
+from .activations import ActivationSpec
 from .models import Found
 from .network import Network, numpy_dtype
 
@@ -30,7 +31,7 @@ class Model:
         weights: Sequence[Any],
         biases: Sequence[Any] | None = None,
         activation: ActivationArgument = "relu",
-        out_activation: str = "identity",
+        out_activation: ActivationSpec = "identity",
         weight_layout: str = "in_out",
         precision: str = "ieee",
         *,
@@ -197,7 +198,7 @@ class Model:
         state_dict: Any,
         *,
         activation: ActivationArgument | None = None,
-        out_activation: Any = "identity",
+        out_activation: ActivationSpec = "identity",
         prefix: str | Sequence[str] = "",
         dtype: DTypeLike | None = None,
     ) -> Self:
@@ -259,7 +260,7 @@ class Model:
         path: str | os.PathLike[str],
         *,
         activation: ActivationArgument | None = None,
-        out_activation: Any = None,
+        out_activation: ActivationSpec | None = None,
         prefix: str | Sequence[str] = "",
         dtype: DTypeLike | None = None,
     ) -> Self:

@@ -112,6 +112,18 @@ def test_networks_of_all_depths(rng, sizes, dtype, scaling, out_activation):
     assert error_in_bounds(net(x, device="cpu"), own, own_bound).max() <= 1
 
 
+@pytest.mark.parametrize("out_activation", ["softmax", "tanh", ("leaky_relu", 0.25)], ids=str)
+def test_other_activations(rng, out_activation):
+    activations = [("elu", 0.5), out_activation]
+    net = random_net(rng, (4, 5, 3), "float64", activations=activations).mlp()
+    scaled = net.scaled(x_mean=1.0, x_std=2.0, y_std=3.0, y_mean=[1.0, 2.0, 3.0])
+    x = rng.standard_normal((9, 4))
+    if out_activation == "softmax":
+        assert scaled is None, "unreachable: a softmax is over the output layer alone"
+    assert scaled.network.activations == (*activations, "identity")
+    np.testing.assert_allclose(scaled(x, device="cpu"), [1, 2, 3] + 3 * net((x - 1) / 2, device="cpu"), rtol=1e-13)
+
+
 def test_what_is_not_scaled_stays_the_same(rng):
     net = random_net(rng, (3, 8, 2), "float32", biases=[False, True]).mlp()
     same = net.scaled()

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._files import replacing
+from ..activations import ActivationSpec
 from ..network import PRECISIONS, Network, numpy_dtype
 from . import Found
 from ._named import find_layers, read_layers
@@ -101,7 +102,7 @@ def _read(
     return found, precision
 
 
-def _description(where: str, text: str) -> tuple[list[Any], str]:
+def _description(where: str, text: str) -> tuple[list[ActivationSpec], str]:
     """What `write_safetensors` wrote of a network; the activations are checked where every network's are."""
 
     def wrong(what: str) -> ValueError:
