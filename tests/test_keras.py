@@ -86,10 +86,10 @@ def keras():
         yield module
 
 
-def saved(keras, rng, model, folder, kind):
+def saved(keras, rng, model, folder, kind, scale=0.5):
     """Its file, after every weight was drawn."""
     for layer in model.layers:
-        drawn = [rng.standard_normal(w.shape) / 2 for w in layer.get_weights()]
+        drawn = [scale * rng.standard_normal(w.shape) for w in layer.get_weights()]
         if isinstance(layer, keras.layers.BatchNormalization):
             drawn = [rng.uniform(0.5, 2, w.shape) for w in layer.get_weights()]
         if not isinstance(layer, keras.layers.Normalization):
@@ -117,7 +117,8 @@ def test_functions_depths_and_biases(keras, rng, tmp_path, function, sizes, dtyp
         for i, n in enumerate(sizes[1:])
     ]
     model = keras.Sequential([keras.Input((sizes[0],), dtype=dtype), *layers])
-    net = MLP.from_keras(saved(keras, rng, model, tmp_path, kind))
+    scale = 0.1 if function == "exponential" else 0.5  # exp of exp of exp grows
+    net = MLP.from_keras(saved(keras, rng, model, tmp_path, kind, scale))
     assert net.network.dtype == dtype
     assert net.network.sizes == sizes
     assert net.network.biases == tuple(i % 2 == 0 for i in range(len(layers)))
