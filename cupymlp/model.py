@@ -167,6 +167,75 @@ class Model:
 
         return cls._found(read_estimator(estimator, output), dtype)
 
+    # --- Source text ----------------------------------------------------------------------------------------------
+
+    def cuda_source(self, name: str = "mlp", *, weights: str = "inline") -> str:
+        """The network as CUDA C++: one ``__device__`` function to call in kernels of your own.
+
+        ``void mlp(const float* x, float* y)`` computes one row in the thread that calls it, with the bits of ``net(x)`` on a
+        GPU (in float16 and bfloat16, those of the schedules row, tile and layer), whatever the compiler's options for
+        floating-point numbers.
+
+        Parameters
+        ----------
+        name
+            Of the function. Networks of different names can be in one program.
+        weights
+            ``"inline"``: in the text. ``"pointer"``: the function has a third parameter, ``const void* weights``, for a copy of
+            `packed_weights` in the GPU's memory.
+
+        Returns
+        -------
+        str
+            C++17 for nvcc, NVRTC and CuPy's RawKernel and RawModule, which needs no header. x and y are one row each, without
+            gaps, of the network's dtype, and may overlap. A float16 or bfloat16 network takes pointers to any type of 2 bytes.
+
+        Raises
+        ------
+        ValueError
+            For a name that is none in C++; for a precision other than ``"ieee"``; if the weights are too large for a text, or
+            a row's activations for a thread.
+
+        Notes
+        -----
+        It is for kernels that do more with a row than the network does: x and y need not go through memory then. For the rows
+        of an array there is ``net(x)``, whose threads share a row's work, or its weights.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cupymlp
+        >>> net = cupymlp.MLP([np.eye(2, dtype="f4")])
+        >>> source = net.cuda_source("policy")
+        >>> "__device__ inline void policy(const float* x, float* y)" in source
+        True
+
+        On a GPU::
+
+            kernel = cupy.RawKernel(source + r'''
+            extern "C" __global__ void step(float* state, int rows) {
+                const int row = blockIdx.x * blockDim.x + threadIdx.x;
+                if (row >= rows) return;
+                float force[2];
+                policy(state + 2 * row, force);
+                for (int k = 0; k < 2; ++k) state[2 * row + k] += 0.01f * force[k];
+            }''', "step")
+            kernel((blocks,), (128,), (state, len(state)))
+        """
+        from . import __version__
+        from ._cuda_source import device_function
+
+        return device_function(self._network, self._weights, self._biases, name, weights, __version__)
+
+    def packed_weights(self) -> NDArray[Any]:
+        """Weights and biases as the ``weights`` of `cuda_source` points to them: a new 1-D NumPy array of the network's dtype.
+
+        ``cupy.asarray(net.packed_weights())`` puts them on the GPU, at an address that will do: a multiple of 16 bytes.
+        """
+        from ._cuda_source import packed
+
+        return packed(self._network, self._weights, self._biases)
+
     # --- Making one -----------------------------------------------------------------------------------------------
 
     @classmethod
