@@ -33,6 +33,7 @@ __all__ = [
     "library_of",
     "make_network",
     "mixed_message",
+    "network_dtype",
     "read_layers",
     "to_host",
     "type_name",
@@ -142,7 +143,7 @@ def make_network(
     dtypes = [w.dtype for w in layers.weights] + [b.dtype for b in layers.biases if b is not None]
     if x_dtype is not None:
         dtypes.append(x_dtype)
-    name = _network_dtype(dtypes, dtype)
+    name = network_dtype(dtypes, dtype)
     return _network_of(
         tuple(layers.sizes),
         _activations(activation, out_activation, len(layers.weights), "float64" if name == "float64" else "float32"),
@@ -158,7 +159,7 @@ def _network_of(*fields: Any) -> Network:
     return Network(*fields)
 
 
-def _network_dtype(dtypes: Sequence[Any], asked: DTypeLike | None) -> str:
+def network_dtype(dtypes: Sequence[Any], asked: DTypeLike | None) -> str:
     if asked is not None:
         name = dtype_name(asked) if isinstance(asked, Hashable) else repr(asked)
         if name not in DTYPES:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from . import _npz
-from ._checks import ActivationArgument, checked_schedule, make_network, read_layers, to_host
+from ._checks import ActivationArgument, checked_schedule, make_network, network_dtype, read_layers, to_host
 from .activations import ActivationSpec
 from .models import Found
 from .network import Network, numpy_dtype
@@ -144,16 +145,24 @@ class Model:
 
     @classmethod
     def from_sklearn(cls, estimator: Any, *, output: str = "raw", dtype: DTypeLike | None = None) -> Self:
-        """The network of a fitted scikit-learn ``MLPClassifier`` or ``MLPRegressor``.
+        """The network of a fitted scikit-learn ``MLPClassifier`` or ``MLPRegressor``, with the scalers around it.
 
         Parameters
         ----------
         estimator
-            The fitted estimator. scikit-learn itself is not imported.
+            The fitted estimator; or a ``Pipeline`` that ends with one, after any of ``StandardScaler``, ``MinMaxScaler``,
+            ``MaxAbsScaler`` and ``RobustScaler``; or a ``TransformedTargetRegressor`` of one, whose transformer is such a
+            scaler. Scalers become part of the network as in `scaled`, with ``scaling="auto"``. scikit-learn is not imported.
         output
             ``"raw"``: the last layer's sums, up to but without the output function that ``estimator.out_activation_``
             names: ``identity`` for a regressor with squared error, whose prediction these are, else ``softmax``,
             ``logistic`` or ``exp``.
+
+            ``"predict"``: what a regressor's ``predict`` gives, as (..., outputs).
+
+            ``"predict_proba"``: what a classifier's ``predict_proba`` gives, a column a class in the order of
+            ``estimator.classes_``. Of two classes the network computes sigmoid(-z) and sigmoid(z) of the one sum z, where
+            scikit-learn subtracts from 1: small probabilities keep their digits, and a row's sum is 1 but for rounding.
         dtype
             As for `MLP`: None keeps the dtype that the estimator was trained in.
 
@@ -162,11 +171,251 @@ class Model:
         TypeError
             If it is not such an estimator.
         ValueError
-            If it is not fitted, or uses an activation that is not available; the message names it.
+            If it is not fitted, if ``output`` does not suit it, or if it has a step that cannot be part of the network; the
+            message names it.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cupymlp
+        >>> from sklearn.neural_network import MLPRegressor
+        >>> from sklearn.pipeline import make_pipeline
+        >>> from sklearn.preprocessing import StandardScaler
+        >>> x = np.random.default_rng(0).normal(300.0, 20.0, (200, 4))
+        >>> model = make_pipeline(StandardScaler(), MLPRegressor(hidden_layer_sizes=(8, 8), tol=0.01))
+        >>> model = model.fit(x, x[:, 0] > x[:, 1])
+        >>> net = cupymlp.MLP.from_sklearn(model, output="predict")
+        >>> np.allclose(net(x)[:, 0], model.predict(x))
+        True
         """
         from .models.sklearn import read_estimator
 
-        return cls._found(read_estimator(estimator, output), dtype)
+        return cls._found(read_estimator(estimator, output, dtype), dtype)
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        state_dict: Any,
+        *,
+        activation: ActivationArgument | None = None,
+        out_activation: ActivationSpec = "identity",
+        prefix: str | Sequence[str] = "",
+        dtype: DTypeLike | None = None,
+    ) -> Self:
+        """The network of a torch state dict: the ``nn.Linear`` layers of a module that chains them.
+
+        Parameters
+        ----------
+        state_dict
+            Names to tensors, as ``module.state_dict()`` gives them: ``0.weight`` (out, in), ``0.bias`` (out,), ``2.weight`` and
+            so on. Tensors of torch, bfloat16 included (needs the package ml_dtypes), or arrays. torch is not imported.
+        activation, out_activation
+            As for `MLP`. A state dict does not name them, so that ``activation`` must be given where there are hidden layers.
+        prefix
+            Only names below this one count, as ``"policy"`` or ``"policy.net"``; ``""``: all, and then all must belong to one
+            chain of layers. A sequence of several: their layers follow one another, in this order.
+        dtype
+            As for `MLP`: None keeps that of the tensors.
+
+        Raises
+        ------
+        TypeError
+            If it is no such mapping.
+        ValueError
+            For tensors that are no linear layer's (BatchNorm, LayerNorm, Conv, ...), weights that are missing, shapes that do
+            not chain, numbers that are not finite, and names that do not say in which order layers come: those that differ by
+            more than their numbers. The message names them.
+
+        Notes
+        -----
+        Layers are ordered by the numbers in their names: ``net.2`` before ``net.10``, ``fc1`` before ``fc2``. Of names that
+        differ in words nothing is guessed: ``prefix=["hidden", "out"]`` says it.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cupymlp
+        >>> state = {  # what nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).state_dict() holds
+        ...     "0.weight": np.ones((8, 3), "f4"),
+        ...     "0.bias": np.zeros(8, "f4"),
+        ...     "2.weight": np.ones((2, 8), "f4"),
+        ...     "2.bias": np.ones(2, "f4"),
+        ... }
+        >>> net = cupymlp.MLP.from_state_dict(state, activation="relu")
+        >>> net(np.ones(3, "f4"))
+        array([25., 25.], dtype=float32)
+
+        A policy of stable-baselines3, whose last layer is in another module than the others::
+
+            parts = ["mlp_extractor.policy_net", "action_net"]
+            net = cupymlp.MLP.from_state_dict(model.policy.state_dict(), activation="tanh", prefix=parts)
+        """
+        from .models.state_dict import read_state_dict
+
+        return cls._found(read_state_dict(state_dict, prefix, activation, out_activation), dtype)
+
+    @classmethod
+    def from_safetensors(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        activation: ActivationArgument | None = None,
+        out_activation: ActivationSpec | None = None,
+        prefix: str | Sequence[str] = "",
+        dtype: DTypeLike | None = None,
+    ) -> Self:
+        """The network of a safetensors file with the names of a torch state dict. Needs the package safetensors.
+
+        Parameters
+        ----------
+        path
+            The file. One of `to_safetensors` says all about its network; others hold arrays alone.
+        activation, out_activation
+            As for `MLP`. None: as the file says, if `to_safetensors` wrote it; else ``out_activation`` is ``identity``, and
+            ``activation`` must be given where there are hidden layers.
+        prefix
+            As for `from_state_dict`.
+        dtype
+            As for `MLP`: None keeps that of the file.
+
+        Raises
+        ------
+        ValueError
+            As for `from_state_dict`; if the file is damaged, or none of this kind. Files of ``torch.save`` are pickles, which
+            can run code, and are refused; the message says how to convert one.
+        FileNotFoundError
+            If there is none.
+        ImportError
+            If safetensors is not installed.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile
+        >>> import numpy as np
+        >>> import cupymlp
+        >>> net = cupymlp.MLP([np.ones((3, 8), "f4"), np.ones((8, 2), "f4")])
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "net.safetensors")
+        >>> net.to_safetensors(path)
+        >>> cupymlp.MLP.from_safetensors(path)
+        <cupymlp.MLP 3-8-2 float32, relu identity, no bias>
+        """
+        from .models.safetensors import read_safetensors
+
+        found, precision = read_safetensors(path, prefix, activation, out_activation)
+        return cls._found(found, dtype, precision=precision)
+
+    def to_safetensors(self, path: str | os.PathLike[str], *, prefix: str = "") -> None:
+        """Write a safetensors file with the names of a torch ``nn.Sequential``. Needs the package safetensors.
+
+        Layer i is ``<2 i>.weight`` (out, in) and ``<2 i>.bias``: an activation has a number of its own, the identity
+        (``nn.Identity``), too. The file's metadata has the activations and the precision under the key ``cupymlp``, from which
+        `from_safetensors` makes the same network again, to the bit.
+
+        Parameters
+        ----------
+        path
+            Where to. Written beside its place and then moved there, so that an interrupted save leaves the old file.
+        prefix
+            What names begin with, as ``"policy"`` for ``policy.0.weight``.
+
+        Examples
+        --------
+        What to load it into, in torch::
+
+            net.to_safetensors("net.safetensors")
+            module = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 24))
+            module.load_state_dict(safetensors.torch.load_file("net.safetensors"))
+        """
+        from .models.safetensors import write_safetensors
+
+        write_safetensors(path, prefix, self._network, self._weights, self._biases)
+
+    # --- Other networks made of it ----------------------------------------------------------------------------------
+
+    def scaled(
+        self,
+        *,
+        x_mean: Any = None,
+        x_std: Any = None,
+        y_mean: Any = None,
+        y_std: Any = None,
+        scaling: str = "auto",
+        dtype: DTypeLike | None = None,
+    ) -> Self:
+        """The network of data in its own units: ``y_mean + y_std * net((x - x_mean) / x_std)``, in one launch.
+
+        Parameters
+        ----------
+        x_mean, x_std
+            What was subtracted from x, and what that was divided by, before the network saw it in training. One number, or an
+            array (K,). None: 0 and 1. Standard deviations are positive; pass 1 for a feature that never changes.
+        y_mean, y_std
+            The same of the target, one number or (N,).
+        scaling
+            ``"fold"``: into the weights and biases of the first and the last layer, which costs nothing.
+
+            ``"apart"``: a layer of its own before the first, x - x_mean, and behind the last, each with a diagonal weight.
+
+            ``"auto"``: fold, unless that is less accurate: see the notes.
+        dtype
+            That of the new network. None: of this one. Weights are folded in float64 and rounded once: a float32 network of
+            float64 weights is best made as ``MLP(weights).scaled(..., dtype="float32")``.
+
+        Returns
+        -------
+        MLP
+            A new network, with this one's precision, schedule and weight layout.
+
+        Raises
+        ------
+        ValueError
+            For standard deviations that are not positive, numbers that are not finite, shapes that do not fit, and where the
+            dtype cannot hold what comes of them.
+
+        Notes
+        -----
+        Folded, the first layer computes ``x @ (W / x_std) + (b - (x_mean / x_std) @ W)``. Where means are large beside standard
+        deviations, as with temperatures near 300 K, large numbers cancel there, and their rounding errors stay:
+        about |x_mean| / x_std times those of the network itself. Apart, x - x_mean is rounded once. ``"auto"`` computes proven
+        bounds on the errors of the first layer's sums either way, for x within three standard deviations of the mean, and folds
+        if no sum's is more than 4 times (two bits) what it is apart. That is so for |x_mean| up to about 4 x_std; in tf32 and
+        split3 for all, since they round x itself before anything is subtracted.
+
+        y_mean and y_std are folded where ``out_activation`` is ``identity``: nothing cancels there but in the result itself.
+        Behind another activation they are a layer of their own.
+
+        Apart, a row with one infinite x gives NaN in every feature: infinity times the zeros of the diagonal weight.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cupymlp
+        >>> rng = np.random.default_rng(0)
+        >>> net = cupymlp.MLP([rng.standard_normal((3, 8)), rng.standard_normal((8, 2))])
+        >>> x = rng.normal(300.0, 0.5, (5, 3))
+        >>> kelvin = net.scaled(x_mean=300.0, x_std=0.5, y_std=[2.0, 3.0])
+        >>> kelvin.network.sizes
+        (3, 3, 8, 2)
+        >>> np.allclose(kelvin(x), net((x - 300.0) / 0.5) * [2.0, 3.0])
+        True
+        >>> net.scaled(x_mean=1.0, x_std=2.0).network.sizes
+        (3, 8, 2)
+        """
+        from .models.scaling import scale_network
+
+        network = self._network
+        if dtype is not None:
+            network = replace(network, dtype=network_dtype([], dtype))
+        numbers = {"x_mean": x_mean, "x_std": x_std, "y_mean": y_mean, "y_std": y_std}
+        found = scale_network(network, self._weights, self._biases, network.activations, numbers, scaling)
+        weights = [np.asarray(w).T for w in found.weights] if self._weight_layout == "out_in" else found.weights
+        return self._found(
+            replace(found, weights=weights),
+            network.dtype,
+            weight_layout=self._weight_layout,
+            precision=network.precision,
+            schedule=self._schedule,
+        )
 
     # --- Source text ----------------------------------------------------------------------------------------------
 
@@ -256,9 +505,10 @@ class Model:
         return net
 
     @classmethod
-    def _found(cls, found: Found, dtype: DTypeLike | None) -> Self:
+    def _found(cls, found: Found, dtype: DTypeLike | None, **options: Any) -> Self:
         """Of what an importer found."""
-        return cls(found.weights, found.biases, found.activations, found.out_activation, dtype=dtype)
+        dtype = dtype if found.dtype is None else found.dtype
+        return cls(found.weights, found.biases, found.activations, found.out_activation, dtype=dtype, **options)
 
 
 def _frozen(array: NDArray[Any], dtype: str) -> NDArray[np.floating]:

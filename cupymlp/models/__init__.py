@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Found"]
+import numpy as np
+
+__all__ = ["Found", "check_finite"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,21 @@ class Found:
         One a hidden layer, as `cupymlp.MLP` takes them.
     out_activation
         The output layer's.
+    dtype
+        The network's, if its arrays are given in a wider one; None: as asked, or that of the arrays.
     """
 
     weights: Sequence[Any]
     biases: Sequence[Any]
     activations: Sequence[Any]
     out_activation: Any = "identity"
+    dtype: str | None = None
+
+
+def check_finite(name: str, array: Any) -> None:
+    """Raise a ValueError that names the array unless all its numbers are finite: a trained network that is broken."""
+    wrong = ~np.isfinite(np.asarray(array, np.float64))
+    if wrong.any():
+        raise ValueError(
+            f"{name} has NaN or infinite numbers, {int(wrong.sum())} of {wrong.size}; accepted: finite ones"
+        )
