@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from ._files import replacing
 from .activations import ACTIVATIONS
 from .network import DTYPES, PRECISIONS, Network, numpy_dtype, precision_takes
 
@@ -67,15 +66,8 @@ def save(
         arrays[f"weight_{layer}"] = weight.view(_stored(network.dtype))
         if bias is not None:
             arrays[f"bias_{layer}"] = bias.view(_stored(network.dtype))
-    place = Path(path)
-    temporary = place.with_name(f"{place.name}.{secrets.token_hex(4)}.part")
-    try:
-        with open(temporary, "xb") as file:
-            np.savez(file, **arrays)
-        os.replace(temporary, place)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        np.savez(file, **arrays)
 
 
 def _stored(dtype: str) -> str:
