@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ._gpu import cupy_or_error, declares_read_only, is_cupy_array, is_foreign_gpu_array, view_foreign
 from ._launch import aligned
-from .activations import ACTIVATIONS
+from .activations import ActivationSpec, read_spec
 from .network import DTYPES, PRECISIONS, Network, numpy_dtype, precision_takes
 from .plan import readable_dtypes
 from .schedules import SCHEDULES
@@ -29,7 +29,6 @@ __all__ = [
     "check_call",
     "check_device",
     "check_same_device",
-    "checked_activation",
     "checked_schedule",
     "library_of",
     "make_network",
@@ -44,7 +43,7 @@ DEVICES = (None, "cuda", "cpu")
 ACCEPTED_DTYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
 
 Device = Literal["cuda", "cpu"] | None
-ActivationArgument = str | Sequence[str]
+ActivationArgument = ActivationSpec | Sequence[ActivationSpec]
 
 
 # --- Checks: the network ------------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ def _chain(names: list[str], shapes: list[tuple[int, ...]], weight_layout: str) 
 def make_network(
     layers: Layers,
     activation: ActivationArgument,
-    out_activation: str,
+    out_activation: ActivationSpec,
     precision: str,
     dtype: DTypeLike | None,
     x_dtype: np.dtype[Any] | None = None,
@@ -146,7 +145,7 @@ def make_network(
     name = _network_dtype(dtypes, dtype)
     return _network_of(
         tuple(layers.sizes),
-        _activation_names(activation, out_activation, len(layers.weights)),
+        _activations(activation, out_activation, len(layers.weights), "float64" if name == "float64" else "float32"),
         tuple(b is not None for b in layers.biases),
         name,
         _checked_precision(precision, name),
@@ -184,29 +183,42 @@ def _common_dtype(*names: str) -> str | None:
         return None
 
 
-def _activation_names(activation: ActivationArgument, out_activation: str, depth: int) -> tuple[str, ...]:
-    if isinstance(activation, str):
-        hidden = [activation] * (depth - 1)
-        checked_activation("activation", activation)
+def _activations(
+    activation: ActivationArgument, out_activation: ActivationSpec, depth: int, dtype: str
+) -> tuple[ActivationSpec, ...]:
+    """One a layer. ``dtype``: of the arithmetic."""
+    if isinstance(activation, str) or _is_pair(activation):
+        hidden = [read_spec("activation", activation, last=False, dtype=dtype)] * (depth - 1)
     elif isinstance(activation, Sequence):
-        hidden = list(activation)
-        if len(hidden) != depth - 1:
+        if len(activation) != depth - 1:
+            advice = ""
+            if (
+                len(activation) == 2
+                and isinstance(activation[0], str)
+                and not isinstance(activation[1], str | Sequence)
+            ):
+                advice = ". A name with its parameter is a tuple, as ('leaky_relu', 0.25)"
             raise ValueError(
-                f"activation has {len(hidden)} entries for {depth - 1} hidden layers; accepted: one name, or one name a "
-                "hidden layer (out_activation is the output layer's)"
+                f"activation has {len(activation)} entries for {depth - 1} hidden layers; accepted: one for all of them, or "
+                f"one a hidden layer (out_activation is the output layer's){advice}"
             )
+        hidden = [read_spec(f"activation[{i}]", a, last=False, dtype=dtype) for i, a in enumerate(activation)]
     else:
-        raise TypeError(f"activation is a {type_name(activation)}; accepted: a name, or a sequence of names")
-    names = [checked_activation(f"activation[{i}]", a) for i, a in enumerate(hidden)]
-    return (*names, checked_activation("out_activation", out_activation))
+        raise TypeError(
+            f"activation is a {type_name(activation)}; accepted: a name, a name with its parameter, as ('leaky_relu', 0.25), "
+            "or a sequence of these"
+        )
+    return (*hidden, read_spec("out_activation", out_activation, last=True, dtype=dtype))
 
 
-def checked_activation(argument: str, name: object) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"{argument} is a {type_name(name)}; accepted: one of {', '.join(map(repr, ACTIVATIONS))}")
-    if name not in ACTIVATIONS:
-        raise ValueError(f"{argument} is {name!r}; accepted: one of {', '.join(map(repr, ACTIVATIONS))}")
-    return name
+def _is_pair(activation: ActivationArgument) -> bool:
+    """Whether it is one name with its parameter, not a sequence of two names."""
+    return (
+        isinstance(activation, tuple)
+        and len(activation) == 2
+        and isinstance(activation[0], str)
+        and not isinstance(activation[1], str | tuple | list)
+    )
 
 
 def _checked_precision(precision: object, dtype: str) -> str:

@@ -22,12 +22,12 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from ._files import replacing
-from .activations import ACTIVATIONS
+from .activations import ActivationSpec, read_spec
 from .network import DTYPES, PRECISIONS, Network, numpy_dtype, precision_takes
 
 __all__ = ["FORMAT", "Saved", "load", "save"]
 
-FORMAT = 1
+FORMAT = 2  # 1 had activations without parameters only
 # What zipfile raises for a damaged archive: its fields are read before they are checked.
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError, OverflowError)
 _HEADER = "header.npy"
@@ -132,9 +132,9 @@ def _read_header(archive: zipfile.ZipFile) -> tuple[Network, str]:
             header = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise _WrongError(f"{_HEADER} cannot be read ({error})") from error
-    if not isinstance(header, dict) or header.get("cupymlp") != FORMAT:
+    if not isinstance(header, dict) or header.get("cupymlp") not in range(1, FORMAT + 1):
         version = header.get("cupymlp") if isinstance(header, dict) else None
-        raise _WrongError(f"its format version is {version!r}; this cupymlp reads version {FORMAT}")
+        raise _WrongError(f"its format version is {version!r}; this cupymlp reads versions 1 to {FORMAT}")
 
     def field(name: str, ok: Any) -> Any:
         value = header.get(name)
@@ -154,12 +154,23 @@ def _read_header(archive: zipfile.ZipFile) -> tuple[Network, str]:
     dtype = field("dtype", lambda v: v in DTYPES)
     network = Network(
         tuple(sizes),
-        tuple(field("activations", one_a_layer(lambda item: isinstance(item, str) and item in ACTIVATIONS))),
+        _read_activations(field("activations", one_a_layer(lambda _: True)), dtype),
         tuple(field("biases", one_a_layer(lambda item: isinstance(item, bool)))),
         dtype,
         field("precision", lambda v: v in PRECISIONS and precision_takes(v, dtype)),
     )
     return network, field("weight_layout", lambda v: v in ("in_out", "out_in"))
+
+
+def _read_activations(items: list[object], dtype: str) -> tuple[ActivationSpec, ...]:
+    """One a layer: a name, or a list of a name and a number."""
+    sums = "float64" if dtype == "float64" else "float32"
+    try:
+        return tuple(
+            read_spec(f"activations[{i}]", v, last=i == len(items) - 1, dtype=sums) for i, v in enumerate(items)
+        )
+    except (TypeError, ValueError) as error:
+        raise _WrongError(f"activations is {items!r}: {error}") from error
 
 
 def _read_array(archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[np.floating]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._strides import merge_axes
-from .activations import ACTIVATIONS
+from .activations import activation_of, parameter_of
 from .network import Network, numpy_dtype
 from .plan import cpu_block_rows
 
@@ -71,11 +71,11 @@ def _layers(
 ) -> None:
     """All layers of some rows, each into an array of its own."""
     storage = None if network.dtype == network.sum_dtype else numpy_dtype(network.dtype)
-    for weight, bias, name, to in zip(weights, biases, network.activations, into, strict=True):
+    for weight, bias, spec, to in zip(weights, biases, network.activations, into, strict=True):
         h = np.matmul(h, weight, out=to)
         if bias is not None:
             h += bias
-        ACTIVATIONS[name].apply(h, h)
+        activation_of(spec).apply(h, h, parameter_of(spec, network.sum_dtype))
         if storage is not None:
             h[...] = h.astype(storage)
 

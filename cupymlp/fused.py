@@ -23,6 +23,7 @@ from ._checks import (
 )
 from ._gpu import cupy_or_error, is_cupy_array
 from ._launch import FusedCall, aligned, find_fused, fused_key, remember_fused
+from .activations import ActivationSpec
 from .mlp import MLP
 from .network import numpy_dtype
 
@@ -34,7 +35,7 @@ def fused_mlp(
     *weights: Any,
     biases: Sequence[Any] | None = None,
     activation: ActivationArgument = "relu",
-    out_activation: str = "identity",
+    out_activation: ActivationSpec = "identity",
     weight_layout: str = "in_out",
     precision: str = "ieee",
     out: Any = None,
@@ -113,7 +114,7 @@ def _fused_on_gpu(
     x: Any,
     layers: Layers,
     activation: ActivationArgument,
-    out_activation: str,
+    out_activation: ActivationSpec,
     weight_layout: str,
     precision: str,
     out: Any,

@@ -49,10 +49,13 @@ class MLP(Model):
     biases
         One 1-D array (N,) or None a layer; None: no layer has a bias.
     activation
-        The hidden layers' activation: a name for all of them, or a sequence with one name a hidden layer.
-        ``"identity"`` or ``"relu"``.
+        The hidden layers' activation: one for all of them, or a sequence with one a hidden layer. A name, or a name with its
+        parameter, as ``("leaky_relu", 0.25)``: ``identity``, ``relu``, ``leaky_relu`` (slope, 0.01), ``elu`` and ``celu``
+        (alpha, 1), ``selu``, ``gelu`` (of erf), ``gelu_tanh``, ``silu``, ``tanh``, ``sigmoid``, ``softplus``, ``softsign``,
+        ``sin`` (omega, 1), ``exp``, ``hard_sigmoid``, ``hard_swish``, ``relu6``, ``squareplus``; `cupymlp.activations` has
+        the formulas.
     out_activation
-        The output layer's.
+        The output layer's: one of these, ``softmax`` or ``log_softmax`` over the features.
     weight_layout
         ``"in_out"``: weights are (in, out), used as ``x @ W`` (NumPy, Keras, scikit-learn, JAX). ``"out_in"``: weights
         are (out, in), used as ``x @ W.T`` (``torch.nn.Linear``). Never guessed from shapes.

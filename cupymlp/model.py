@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from . import _npz
 from ._checks import ActivationArgument, checked_schedule, make_network, read_layers, to_host
+from .activations import ActivationSpec
 from .models import Found
 from .network import Network, numpy_dtype
 
@@ -29,7 +30,7 @@ class Model:
         weights: Sequence[Any],
         biases: Sequence[Any] | None = None,
         activation: ActivationArgument = "relu",
-        out_activation: str = "identity",
+        out_activation: ActivationSpec = "identity",
         weight_layout: str = "in_out",
         precision: str = "ieee",
         *,

@@ -1,4 +1,4 @@
-"""Network: the frozen description of a multilayer perceptron. It holds no arrays and imports no library but NumPy."""
+"""Network: the frozen description of a multilayer perceptron. It holds no arrays, and needs no library but NumPy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+
+from .activations import ActivationSpec, spec_text
 
 __all__ = ["DTYPES", "PRECISIONS", "Network", "numpy_dtype", "precision_takes"]
 
@@ -54,7 +56,8 @@ class Network:
     sizes
         ``(K, hidden widths ..., N)``, at least two numbers, each 0 or more.
     activations
-        One name of `cupymlp.activations.ACTIVATIONS` a layer, the output's last.
+        One a layer, the output's last: a name of `cupymlp.activations.ACTIVATIONS`, or ``(name, parameter)`` for those that
+        have one.
     biases
         Whether each layer has a bias.
     dtype
@@ -64,7 +67,7 @@ class Network:
     """
 
     sizes: tuple[int, ...]
-    activations: tuple[str, ...]
+    activations: tuple[ActivationSpec, ...]
     biases: tuple[bool, ...]
     dtype: str
     precision: str = "ieee"
@@ -93,4 +96,4 @@ class Network:
             bias = "bias in layer " + ", ".join(str(i + 1) for i, b in enumerate(self.biases) if b)
         else:
             bias = "no bias"
-        return f"{sizes} {self.dtype}, {' '.join(self.activations)}, {bias}"
+        return f"{sizes} {self.dtype}, {' '.join(map(spec_text, self.activations))}, {bias}"

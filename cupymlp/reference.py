@@ -7,8 +7,9 @@ sizes sum to T, is off by at most::
     e @ |W|  +  D  +  gamma_n T,        gamma_n = n u / (1 - n u)
 
 D is what the terms are off together: products rounded, or underflown. gamma_n T is what summing them loses, where each term
-passes at most n roundings of relative size u. |h| is at most |reference| + e. An activation multiplies the error by its
-Lipschitz constant at most. The reference is rounded too, in float64: its own bound, by the same recursion, is added.
+passes at most n roundings of relative size u. |h| is at most |reference| + e. What activations do to errors, and their own
+arithmetic, is in _activation_bounds.py. The reference is rounded too, in float64: its own bound, by the same recursion, is
+added.
 
 With K products of an output, a bias (1) or none (0), s the least subnormal number of the sums' dtype, `dtype` that of the
 network:
@@ -58,7 +59,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .activations import ACTIVATIONS
+from ._activation_bounds import activated
+from ._formats import FORMATS, Format
+from .activations import activation_of, parameter_of
 from .network import Network
 
 __all__ = ["Order", "error_in_bounds", "forward_and_bound"]
@@ -68,34 +71,6 @@ Array = NDArray[np.float64]
 
 _SLACK = 1 + 1e-9  # the bound itself is computed in float64, of non-negative terms: far less than this is lost
 _FLUSH = 2.0**-126  # the least normal float32 number
-
-
-@dataclass(frozen=True)
-class _Format:
-    """A binary floating-point format: p significant bits, least normal number 2^least."""
-
-    p: int
-    least: int
-
-    @property
-    def unit(self) -> float:
-        return 2.0**-self.p
-
-    @property
-    def subnormal(self) -> float:
-        return 2.0 ** (self.least - self.p + 1)
-
-    @property
-    def most(self) -> float:
-        return float((2 - 2.0 ** (1 - self.p)) * 2.0 ** (1 - self.least))
-
-
-_FORMATS = {
-    "float16": _Format(11, -14),
-    "bfloat16": _Format(8, -126),
-    "float32": _Format(24, -126),
-    "float64": _Format(53, -1022),
-}
 
 
 def forward_and_bound(
@@ -128,14 +103,14 @@ def forward_and_bound(
     if order not in ("any", "blocks"):
         raise ValueError(f"order is {order!r}; accepted: 'any' or 'blocks'")
     sums = _sums_of(network, order)
-    own_sums = _Sums(_FORMATS["float64"], "any")
-    storage = None if network.dtype == network.sum_dtype else _FORMATS[network.dtype]
+    own_sums = _Sums(FORMATS["float64"], "any")
+    storage = None if network.dtype == network.sum_dtype else FORMATS[network.dtype]
     h = np.asarray(x, dtype=np.float64)
     ceiling: Any = 0.0  # split3's c
     # Against the exact value: what a result in the network's dtype may be off, and what the reference may be off.
     error = own = np.zeros_like(h)
     with np.errstate(all="ignore"):
-        for layer, name in enumerate(network.activations):
+        for layer, spec in enumerate(network.activations):
             weight = np.asarray(weights[layer], dtype=np.float64)
             bias = None if biases[layer] is None else np.asarray(biases[layer], dtype=np.float64)
             unclear = _unclear(h, error + own, weight, sums.flush)
@@ -147,7 +122,7 @@ def forward_and_bound(
             absolute = _finite_size(weight)
             offset = None if bias is None else _finite_size(bias)
             if sums.way == "split3":
-                commutes = bias is None and name in ("identity", "relu") and layer % 3 != 2
+                commutes = bias is None and spec in ("identity", "relu") and layer % 3 != 2
                 ceiling = _ceiling(size + error, ceiling)
                 sums = replace(sums, ceiling=ceiling)
                 ceiling = (
@@ -159,9 +134,9 @@ def forward_and_bound(
             if bias is not None:
                 v += bias
             h = np.empty_like(v)
-            activation = ACTIVATIONS[name]
-            activation.apply(v, h)
-            error, own = activation.lipschitz * error, activation.lipschitz * own
+            activation, parameter = activation_of(spec), parameter_of(spec, network.sum_dtype)
+            activation.apply(v, h, parameter)
+            error, own = activated(activation, parameter, v, h, error, own, FORMATS[network.sum_dtype])
             if storage is not None:
                 largest = np.where(np.isfinite(h), np.abs(h) + own, 0) + error
                 error = error + storage.unit * largest + storage.subnormal / 2
@@ -196,7 +171,7 @@ def _tensor_core(k: int) -> int:
 class _Sums:
     """An arithmetic of a layer's sums."""
 
-    dtype: _Format
+    dtype: Format
     way: str  # any, blocks, half, tf32, split3
     flush: float = 0.0  # operands below it may be taken for zero
     underflow: float = 0.0  # what a product may lose; 0: the least subnormal number
@@ -253,7 +228,7 @@ def _ceiling(h: Array, fixed: Any) -> Array:
 
 
 def _sums_of(network: Network, order: Order) -> _Sums:
-    dtype = _FORMATS[network.sum_dtype]
+    dtype = FORMATS[network.sum_dtype]
     if network.precision == "tf32":
         return _Sums(dtype, "tf32", flush=_FLUSH, underflow=_FLUSH)
     if network.precision == "split3":

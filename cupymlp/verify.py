@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ._checks import Device, as_numpy, check_call, check_device
 from ._gpu import cupy_or_error, device_numbers, gpu_problem
-from .activations import ACTIVATIONS
+from .activations import activation_of, parameter_of
 from .mlp import MLP
 from .network import numpy_dtype
 from .reference import Order, error_in_bounds, forward_and_bound
@@ -235,18 +235,18 @@ def _rows_promised(net: MLP) -> bool:
 
 
 def _cupy_chain(cupy: Any, net: MLP, weights: Sequence[NDArray[Any]], x: NDArray[Any]) -> NDArray[Any]:
-    """The network of x by cupy.matmul in the dtype of the sums, each layer rounded to the network's (by NumPy)."""
+    """The network of x by cupy.matmul in the dtype of the sums; activations and the rounding to the network's by NumPy."""
     dtype = net.network.sum_dtype
-    h = cupy.asarray(x.astype(dtype))
-    for weight, bias, name in zip(weights, net.biases, net.network.activations, strict=True):
-        h = cupy.matmul(h, cupy.asarray(weight.astype(dtype)))
+    h = x.astype(dtype)
+    for weight, bias, spec in zip(weights, net.biases, net.network.activations, strict=True):
+        v = cupy.matmul(cupy.asarray(h), cupy.asarray(weight.astype(dtype)))
         if bias is not None:
-            h += cupy.asarray(bias.astype(dtype))
-        ACTIVATIONS[name].apply(h, h)
-        if net.network.dtype != dtype:
-            with np.errstate(over="ignore"):
-                h = cupy.asarray(h.get().astype(net.dtype).astype(dtype))
-    return h.get().astype(net.dtype)  # type: ignore[no-any-return]
+            v += cupy.asarray(bias.astype(dtype))
+        h = v.get()
+        with np.errstate(all="ignore"):
+            activation_of(spec).apply(h, h, parameter_of(spec, dtype))
+            h = h.astype(net.dtype).astype(dtype)
+    return h.astype(net.dtype)
 
 
 def _same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:

@@ -62,7 +62,7 @@ def test_the_file_is_plain_arrays_that_numpy_reads(tmp_path, rng):
         assert same_bits(file["weight_1"], net.weights[1])
         header = json.loads(str(file["header"]))
     assert header == {
-        "cupymlp": 1, "sizes": [3, 4, 2], "activations": ["relu", "identity"], "biases": [True, False],
+        "cupymlp": 2, "sizes": [3, 4, 2], "activations": ["relu", "identity"], "biases": [True, False],
         "dtype": "float32", "precision": "ieee", "weight_layout": "in_out",
     }  # fmt: skip
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o666 & ~current_umask()
@@ -88,6 +88,19 @@ def test_a_failing_save_leaves_the_old_file_and_nothing_else(tmp_path, rng, monk
         random_net(rng, (5, 6)).mlp().save(path)
     assert os.listdir(tmp_path) == ["net.npz"]
     assert equal(MLP.load(path), old)
+
+
+@pytest.mark.parametrize("spec", [("leaky_relu", 0.1), ("sin", 30), ("elu", 5e-324), "log_softmax"], ids=str)
+def test_parameters_come_back_to_the_bit(tmp_path, spec):
+    net = MLP([np.eye(3)] * 2, activation=["relu"], out_activation=spec, dtype="float64")
+    net.save(tmp_path / "net.npz")
+    assert MLP.load(tmp_path / "net.npz").network == net.network
+    assert net.network.activations == ("relu", spec)
+
+
+def test_files_of_the_first_format_are_read(saved):
+    write, _, good = saved
+    assert equal(MLP.load(write(header=header(cupymlp=1))), MLP.load(good))
 
 
 @pytest.fixture
@@ -117,7 +130,7 @@ def npy(array, **options):
 
 def header(**changes):
     fields = {
-        "cupymlp": 1, "sizes": [3, 4, 2], "activations": ["relu", "identity"], "biases": [True, False],
+        "cupymlp": 2, "sizes": [3, 4, 2], "activations": ["relu", "identity"], "biases": [True, False],
         "dtype": "float32", "precision": "ieee", "weight_layout": "in_out",
     }  # fmt: skip
     return npy(np.array(json.dumps({**fields, **changes})))
@@ -138,7 +151,8 @@ class Evil:
 
 BAD = {
     "no header": ({"header": None}, "it has no header.npy"),
-    "a later format": ({"header": header(cupymlp=2)}, "format version is 2; this cupymlp reads version 1"),
+    "a later format": ({"header": header(cupymlp=3)}, "format version is 3; this cupymlp reads versions 1 to 2"),
+    "a format that is no number": ({"header": header(cupymlp=[1])}, r"format version is \[1\]; this cupymlp reads"),
     "no format": ({"header": header(cupymlp=None)}, "format version is None"),
     "a header that is no JSON": ({"header": npy(np.array("{"))}, "header.npy cannot be read"),
     "a header that is no object": ({"header": npy(np.array("[1]"))}, "format version is None"),
@@ -182,7 +196,29 @@ BAD = {
     "sizes with a truth value": ({"header": header(sizes=[3, True, 2])}, "sizes is"),
     "too few sizes": ({"header": header(sizes=[3])}, "sizes is"),
     "too few activations": ({"header": header(activations=["relu"])}, "activations is"),
-    "an unknown activation": ({"header": header(activations=["relu", "gelu"])}, "activations is"),
+    "an unknown activation": (
+        {"header": header(activations=["relu", "mish"])},
+        r"activations\[1\] is 'mish'; accepted",
+    ),
+    "a parameter that is none": (
+        {"header": header(activations=[["elu", "1"], "relu"])},
+        r"the alpha of activations\[0\] is '1' \(a str\); accepted: a finite number, at least 0",
+    ),
+    "a parameter that is not finite": (
+        {"header": header(activations=[["sin", float("inf")], "relu"])},
+        r"the omega of activations\[0\] is inf",
+    ),
+    "a parameter that float32 cannot hold": (
+        {"header": header(activations=[["celu", 1e-60], "relu"])},
+        r"the alpha of activations\[0\] is 1e-60 \(arithmetic is float32\); accepted: a finite number, greater than 0",
+    ),
+    "a parameter for what has none": (
+        {"header": header(activations=[["relu", 1.0], "relu"])},
+        "relu has no parameter",
+    ),
+    "two parameters": ({"header": header(activations=[["elu", 1.0, 2.0], "relu"])}, r"activations\[0\] is \["),
+    "softmax in a hidden layer": ({"header": header(activations=["softmax", "relu"])}, "the output layer alone takes"),
+    "activations that are no list": ({"header": header(activations="relu")}, "activations is 'relu'"),
     "an unhashable activation": ({"header": header(activations=["relu", []])}, "activations is"),
     "biases of another kind": ({"header": header(biases=[1, 0])}, "biases is"),
     "an unknown dtype": ({"header": header(dtype="float8")}, "dtype is 'float8'"),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .._compile import kernel_for
 from .._gpu import cupy_or_error, device_numbers, gpu_problem
 from .._pack import pack
-from ..activations import ACTIVATIONS
+from ..activations import ActivationSpec, activation_of, parameter_of
 from ..fused import fused_mlp
 from ..mlp import MLP
 from ..schedules import plan_gpu
@@ -135,10 +135,10 @@ def _cpu_subjects(net: MLP, x: NDArray[Any]) -> list[Subject]:
     ]
 
 
-def _chain(h: Any, weights: Sequence[Any], activations: Sequence[str]) -> Any:
+def _chain(h: Any, weights: Sequence[Any], activations: Sequence[ActivationSpec]) -> Any:
     """The way without this library, NumPy's or CuPy's: one call a matmul, one an activation."""
-    for weight, name in zip(weights, activations, strict=True):
+    for weight, spec in zip(weights, activations, strict=True):
         h = h @ weight
-        if name != "identity":
-            ACTIVATIONS[name].apply(h, h)
+        if spec != "identity":
+            activation_of(spec).apply(h, h, parameter_of(spec))
     return h

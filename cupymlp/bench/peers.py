@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..activations import ActivationSpec
 from .buffers import Buffers
 from .cases import Case, Settings
 from .samplers import Call, Engine, HostEngine
@@ -54,8 +55,8 @@ class Entry:
     note: str = ""
 
 
-def numpy_chain(x: Any, weights: Sequence[Any], activations: Sequence[str]) -> Any:
-    """One call a matmul, one an activation, in NumPy or in CuPy."""
+def numpy_chain(x: Any, weights: Sequence[Any], activations: Sequence[ActivationSpec]) -> Any:
+    """One call a matmul, one an activation (relu or identity), in NumPy or in CuPy."""
     for weight, name in zip(weights, activations, strict=True):
         x = x @ weight
         if name == "relu":
