@@ -486,6 +486,98 @@ class Model:
 
         return packed(self._network, self._weights, self._biases)
 
+    @classmethod
+    def from_onnx(
+        cls,
+        model: str | os.PathLike[str] | bytes | Any,
+        *,
+        output: str | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> Self:
+        """The network in an ONNX model: a chain of layers, as PyTorch, scikit-learn (skl2onnx) and others export it.
+
+        Needs the package onnx (``pip install 'cupymlp[onnx]'``). Nothing in the file is executed. docs/onnx.md lists the
+        operators that are read.
+
+        Parameters
+        ----------
+        model
+            The path of an ``.onnx`` file, its bytes, or an ``onnx.ModelProto``. Weights in files of their own (external data)
+            are read if they lie below the model's folder.
+        output
+            Which tensor is the result, by its name: an output of the graph, or any tensor in it. None: the output, or the
+            one output of real numbers, as the probabilities of a classifier.
+        dtype
+            None keeps the dtype of the model's weights.
+
+        Returns
+        -------
+        MLP
+            With ``weight_layout="in_out"``. Weights that stand alone have the bits that they have in the file. Scales and
+            shifts beside a layer (a multiplication, a BatchNormalization, a scaler before the first layer) are folded into its
+            weight and bias: in float64, with one rounding to the dtype. So results differ from the model's by what rounding
+            the weights makes, which is much where a shift is large beside what remains of the data.
+
+        Raises
+        ------
+        ValueError
+            If the file is damaged or cannot be trusted, or is not such a network; the message names the node, its operator and
+            its tensor. For weights that are not finite.
+        ImportError
+            Without the package onnx.
+        FileNotFoundError
+            If there is no such file.
+
+        Examples
+        --------
+        >>> import os, tempfile, cupymlp, numpy as np
+        >>> net = cupymlp.MLP([np.ones((3, 2)), np.ones((2, 1))])
+        >>> path = os.path.join(tempfile.mkdtemp(), "net.onnx")
+        >>> net.to_onnx(path)
+        >>> cupymlp.MLP.from_onnx(path)
+        <cupymlp.MLP 3-2-1 float64, relu identity, no bias>
+        """
+        from .models.onnx import read_onnx
+
+        return cls._found(read_onnx(model, output, dtype), dtype)
+
+    def to_onnx(self, path: str | os.PathLike[str], *, opset: int = 20) -> None:
+        """Write the network as an ONNX model, for other runtimes; `MLP.from_onnx` reads it back, bit for bit.
+
+        Needs the package onnx (``pip install 'cupymlp[onnx]'``), whose checker the model passes before it is written. The file
+        is written beside its place and then moved there.
+
+        Parameters
+        ----------
+        path
+            The file, by custom ``.onnx``.
+        opset
+            The version of ONNX's operators, 13 or later. Activations that it does not have are written as several nodes.
+
+        Notes
+        -----
+        A layer is a Gemm with x of the shape (rows, K), any number of rows, and an activation; input ``x``, output ``y``. ONNX
+        keeps the parameters of LeakyRelu, Elu and Celu as float32, also in float64 models, so other runtimes round them; the
+        exact ones are written as metadata, where from_onnx finds them. ``precision`` and ``schedule`` are not written.
+
+        Raises
+        ------
+        ValueError
+            For an opset that the installed onnx does not know, or that has an operator, but not for the network's dtype; for a
+            network of more than 2 GiB, which is more than a file holds.
+        ImportError
+            Without the package onnx.
+
+        Examples
+        --------
+        >>> import os, tempfile, cupymlp, numpy as np
+        >>> path = os.path.join(tempfile.mkdtemp(), "net.onnx")
+        >>> cupymlp.MLP([np.ones((3, 2)), np.ones((2, 1))]).to_onnx(path)
+        """
+        from .models.onnx import write_onnx
+
+        write_onnx(path, self._network, self._weights, self._biases, opset)
+
     # --- Making one -----------------------------------------------------------------------------------------------
 
     @classmethod
