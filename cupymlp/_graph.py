@@ -44,7 +44,7 @@ class Bound:
         self._device = cuda.Device
 
     def __call__(self) -> Any:
-        """Run the captured calls again, on the current stream of the device; returns `out`."""
+        """Run the captured calls again, on the current stream of the device; returns ``out``."""
         stream = self._current_stream(self.device_id)
         if stream.ptr > _LEGACY_STREAM:
             if stream.is_capturing() and self._graph is not None:

@@ -376,10 +376,10 @@ class Model:
         -----
         Folded, the first layer computes ``x @ (W / x_std) + (b - (x_mean / x_std) @ W)``. Where means are large beside standard
         deviations, as with temperatures near 300 K, large numbers cancel there, and their rounding errors stay:
-        about |x_mean| / x_std times those of the network itself. Apart, x - x_mean is rounded once. ``"auto"`` computes proven
-        bounds on the errors of the first layer's sums either way, for x within three standard deviations of the mean, and folds
-        if no sum's is more than 4 times (two bits) what it is apart. That is so for |x_mean| up to about 4 x_std; in tf32 and
-        split3 for all, since they round x itself before anything is subtracted.
+        about ``|x_mean| / x_std`` times those of the network itself. Apart, x - x_mean is rounded once. ``"auto"`` computes
+        proven bounds on the errors of the first layer's sums either way, for x within three standard deviations of the mean,
+        and folds if no sum's is more than 4 times (two bits) what it is apart. That is so for ``|x_mean|`` up to about 4 x_std;
+        in tf32 and split3 for all, since they round x itself before anything is subtracted.
 
         y_mean and y_std are folded where ``out_activation`` is ``identity``: nothing cancels there but in the result itself.
         Behind another activation they are a layer of their own.
