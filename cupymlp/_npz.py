@@ -189,5 +189,5 @@ def _read_array(archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dty
         size = int(np.prod(shape, dtype=object)) * stored.itemsize
         if info.file_size - file.tell() != size:
             raise _WrongError(f"{name} has {info.file_size - file.tell():,} bytes of data; its shape needs {size:,}")
-        data = np.frombuffer(file.read(), dtype=numpy_dtype(dtype))
+        data = np.frombuffer(file.read(size), dtype=numpy_dtype(dtype))
     return data.reshape(shape[::-1]).T if fortran else data.reshape(shape)

@@ -330,6 +330,51 @@ class Model:
 
         write_safetensors(path, prefix, self._network, self._weights, self._biases)
 
+    @classmethod
+    def from_keras(cls, path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> Self:
+        """The network of a Keras model: a ``.keras`` file, or an older ``.h5`` one. Needs the package h5py, not Keras.
+
+        Parameters
+        ----------
+        path
+            What ``model.save`` wrote of a Sequential model, or of a Functional one whose layers make one chain: Dense with any
+            of the activations below, Activation, ReLU, LeakyReLU, ELU, Softmax; BatchNormalization, Normalization and
+            Rescaling, which become part of the layers beside them as in `scaled`; and Flatten (of one axis), Identity and those
+            that do nothing after training, as Dropout. The input is one axis of features.
+        dtype
+            As for `MLP`: None keeps that of the Dense layers' arrays.
+
+        Raises
+        ------
+        ValueError
+            If the model has another layer, several inputs or outputs, or branches; the message names the layer. If the file is
+            damaged, or none of this kind.
+        FileNotFoundError
+            If there is none.
+        ImportError
+            If h5py is not installed.
+
+        Notes
+        -----
+        Nothing in a file is run: layers are known by the names of their classes, and Lambda and custom layers are refused.
+
+        Activations have the parameters that the file says, or Keras' own: 0.2 for the function leaky_relu, 0.3 for the layer
+        LeakyReLU, alpha 1 for elu and celu. gelu is the one with erf. hard_sigmoid is that of Keras 3; Keras 2 had another,
+        which is refused. Functions: linear, relu, leaky_relu, elu, celu, selu, gelu, silu (swish), tanh, sigmoid, softplus,
+        softsign, exponential, hard_sigmoid, hard_silu (hard_swish), relu6, squareplus, softmax, log_softmax.
+
+        Examples
+        --------
+        ::
+
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "gelu"), keras.layers.Dense(2)])
+            model.save("net.keras")
+            net = cupymlp.MLP.from_keras("net.keras")  # anywhere, without Keras
+        """
+        from .models.keras import read_keras
+
+        return cls._found(read_keras(path, dtype), dtype)
+
     # --- Other networks made of it ----------------------------------------------------------------------------------
 
     def scaled(

@@ -112,14 +112,12 @@ def test_networks_of_all_depths(rng, sizes, dtype, scaling, out_activation):
     assert error_in_bounds(net(x, device="cpu"), own, own_bound).max() <= 1
 
 
-@pytest.mark.parametrize("out_activation", ["softmax", "tanh", ("leaky_relu", 0.25)], ids=str)
+@pytest.mark.parametrize("out_activation", ["tanh", "exp", ("leaky_relu", 0.25)], ids=str)
 def test_other_activations(rng, out_activation):
     activations = [("elu", 0.5), out_activation]
     net = random_net(rng, (4, 5, 3), "float64", activations=activations).mlp()
     scaled = net.scaled(x_mean=1.0, x_std=2.0, y_std=3.0, y_mean=[1.0, 2.0, 3.0])
     x = rng.standard_normal((9, 4))
-    if out_activation == "softmax":
-        assert scaled is None, "unreachable: a softmax is over the output layer alone"
     assert scaled.network.activations == (*activations, "identity")
     np.testing.assert_allclose(scaled(x, device="cpu"), [1, 2, 3] + 3 * net((x - 1) / 2, device="cpu"), rtol=1e-13)
 
@@ -204,6 +202,13 @@ def test_an_infinite_feature(rng):
     x = np.array([[np.inf, 1.0]], "f4")
     assert net.scaled(x_std=2.0)(x, device="cpu")[0, 0] == np.inf
     assert np.isnan(net.scaled(x_std=2.0, scaling="apart")(x, device="cpu")).any(), "as the docstring warns"
+
+
+def test_nothing_can_follow_a_softmax(rng):
+    net = random_net(rng, (4, 3), "float64", activations=["softmax"]).mlp()
+    with pytest.raises(ValueError, match="a layer or a scaling follows 'softmax', which is accepted at the end"):
+        net.scaled(y_std=2.0)
+    assert net.scaled(x_std=2.0).network.activations == ("softmax",)
 
 
 REFUSED = {

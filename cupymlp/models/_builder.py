@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..activations import activation_of
 from ..network import Network, numpy_dtype
 from . import Found
 
@@ -74,12 +75,15 @@ class Builder:
         The network's, which say what rounding costs.
     scaling
         ``auto``, ``fold`` or ``apart``: what becomes of elementwise scalings.
+    features
+        How many the network takes; needed where something else than a dense layer may be the first, and the last.
     """
 
-    def __init__(self, dtype: str, precision: str = "ieee", scaling: str = "auto") -> None:
+    def __init__(self, dtype: str, precision: str = "ieee", scaling: str = "auto", features: int = 0) -> None:
         self._dtype = dtype
         self._precision = precision
         self._scaling = scaling
+        self._features = features
         self._weights: list[Array] = []
         self._biases: list[Array | None] = []
         self._activations: list[Any] = []
@@ -122,7 +126,7 @@ class Builder:
             return
         self._close()
         if not self._weights or self._activations[-1] != "identity":
-            raise ValueError("an activation needs a dense layer of its own before it")
+            self.dense(np.eye(self.width))
         self._activations[-1] = activation
 
     def found(self) -> Found:
@@ -131,25 +135,29 @@ class Builder:
         return Found(self._weights, self._biases, self._activations[:-1], self._activations[-1], self._dtype)
 
     @property
-    def width(self) -> int | None:
-        """The features that the last layer gives, None before the first."""
-        return self._weights[-1].shape[1] if self._weights else None
-
-    @property
-    def open(self) -> bool:
-        """Whether there is a layer that has no activation yet."""
-        return bool(self._weights) and self._activations[-1] == "identity"
+    def width(self) -> int:
+        """The features that the last layer gives."""
+        return self._weights[-1].shape[1] if self._weights else self._features
 
     def _close(self) -> None:
-        """Make a layer of a scaling that no dense layer follows."""
-        if self._pending is not None:
-            name, affine = self._pending
+        """Make layers of a scaling that no dense layer follows."""
+        if self._pending is None:
+            return
+        name, affine = self._pending
+        if affine.center.any():
+            self.dense(np.eye(self.width))
+        else:
             self._pending = None
-            affine = affine.wide(self._weights[-1].shape[1])
+            affine = affine.wide(self.width)
             self._check_range(name, np.diag(affine.factor), affine.shift)
             self._append(np.diag(affine.factor), affine.shift)
 
     def _append(self, weight: Array, bias: Array | None) -> None:
+        if self._weights and activation_of(self._activations[-1]).over_row:
+            raise ValueError(
+                f"a layer or a scaling follows {self._activations[-1]!r}, which is accepted at the end of a network alone: "
+                "take the network up to it"
+            )
         self._weights.append(weight)
         self._biases.append(bias)
         self._activations.append("identity")
