@@ -57,7 +57,7 @@ class Reader:
         self.operators = operators
         self.asked = dtype
         self.values: dict[str, Value] = {}
-        self.budget = Budget((1 << 26) + 4 * size)
+        self.budget = Budget((1 << 24) + 4 * size)
         self.tolerance = 1e-6
         self.dtypes: dict[str, str] = {}  # of constants that meet data, with a tensor of each
         self.casts: list[tuple[Node, str]] = []
