@@ -92,7 +92,7 @@ def open_model(model: Any) -> tuple[Any, Source]:
                 raise RefusedError(
                     f"it has {size:,} bytes; an ONNX file has at most {MOST_BYTES:,}, others keep data apart"
                 )
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(size)
     else:
         advice = ". Of a torch.onnx.ONNXProgram, pass its model_proto" if hasattr(model, "model_proto") else ""
         raise TypeError(
@@ -200,6 +200,8 @@ def _external(tensor: Any, source: Source, what: str, size: int) -> bytes:
             f"{what} keeps its data in another file, {shown(location)}: give the path of the model, not its bytes"
         )
     where = f"{what} keeps its data in the file {shown(location)}"
+    if not isinstance(location, str):  # bytes: protobuf's for what is no UTF-8
+        raise RefusedError(f"{where}, which is no text")
     path = Path(location)
     if (
         not location

@@ -112,7 +112,10 @@ class Graph:
         self.outputs: dict[str, Any] = {value.name: value.type for value in proto.output}
         if len(self.outputs) != len(proto.output):
             raise RefusedError("two outputs have the same name")
-        self.uses = {name for node in self.nodes for name in node.inputs}
+        self.takers: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for name in node.inputs:
+                self.takers.setdefault(name, []).append(node)
 
     def choose(self, output: str | None) -> str:
         """The tensor that is asked for; by default the one output with real numbers, or probabilities."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ...activations import ActivationSpec
 from .. import Found
 from .algebra import Affine, Number, Terms
 from .file import RefusedError, shown
@@ -19,7 +20,6 @@ from .file import RefusedError, shown
 __all__ = ["Base", "Data", "Input", "Layer", "Length", "found_layers"]
 
 Length = int | str  # of an axis; a name if it is not fixed
-Spec = str | tuple[str, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Layer:
     """``scale * ((after.scale * f(source) + after.shift) @ weight + bias) + shift``, f the source's activation."""
 
     source: Input | Layer
-    activation: Spec
+    activation: ActivationSpec
     after: Affine
     tensor: str  # the weight's name
     weight: NDArray[Any]  # (in, out)
@@ -87,7 +87,7 @@ class Data:
         return (*self.lead, "features" if self.width is None else self.width)
 
 
-def found_layers(last: Layer, activation: Spec, after: Affine, dtype: DTypeLike | None) -> Found:
+def found_layers(last: Layer, activation: ActivationSpec, after: Affine, dtype: DTypeLike | None) -> Found:
     """All layers up to the last, and its activation, with a scale and a shift after that, in an additional layer.
 
     Parameters

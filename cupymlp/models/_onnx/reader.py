@@ -14,19 +14,17 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..._checks import dtype_name
-from ...activations import ACTIVATIONS
+from ...activations import ACTIVATIONS, ActivationSpec, read_spec
 from ...network import DTYPES, numpy_dtype
 from .. import Found
 from .algebra import Match, Number, Terms, TooComplexError, match, value
 from .constants import Budget, constant, evaluate
 from .file import RefusedError, read_tensor, shown
 from .graph import FLOATS, Graph, Node, declared_shape
-from .layers import Data, Input, Layer, Spec, folded, found_layers
+from .layers import Data, Input, Layer, folded, found_layers
 from .shapes import Shape, shape_node
 
 __all__ = ["Above", "Operator", "Reader", "Value"]
-
-_ROW_WISE = ("softmax", "log_softmax")
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Reader:
         self.operators = operators
         self.asked = dtype
         self.values: dict[str, Value] = {}
-        self.budget = Budget((1 << 26) + 4 * size)
+        self.budget = Budget((1 << 24) + 4 * size)
         self.tolerance = 1e-6
         self.dtypes: dict[str, str] = {}  # of constants that meet data, with a tensor of each
         self.casts: list[tuple[Node, str]] = []
@@ -203,10 +201,10 @@ class Reader:
             raise maker.refuse(
                 f"this is {data.terms.text} of the model's input v: an activation before the first layer"
             )
-        if found.activation not in ACTIVATIONS:
-            raise maker.refuse(
-                f"the activation {found.activation!r} is not available; accepted: {', '.join(map(repr, ACTIVATIONS))}"
-            )
+        try:
+            read_spec("the activation", self.spec(found), last=True)
+        except ValueError as error:
+            raise maker.refuse(f"{error}") from error
         return found
 
     def layer(
@@ -220,12 +218,12 @@ class Reader:
                 f"the weight {shown(name)} takes {len(weight)} features, and the tensor before it has {data.width}"
             )
         found = self.resolved(node, data, node.inputs[at])
-        if found.activation in _ROW_WISE:
+        if ACTIVATIONS[found.activation].over_row:
             raise node.refuse(f"{found.activation} comes before this layer; accepted: after the last one")
         base = folded(data.base, found.before)
         return Data(Layer(base, self.spec(found), found.after, name, weight, bias), value(), data.lead)
 
-    def spec(self, found: Match) -> Spec:
+    def spec(self, found: Match) -> ActivationSpec:
         if found.parameter is None:
             return found.activation
         return found.activation, self.shortest(found.parameter)
@@ -268,7 +266,7 @@ class Reader:
                     raise caster.refuse(
                         f"it rounds data to {to} in a network of {dtype}; choose what to compute in with dtype="
                     )
-        if found.activation in _ROW_WISE and not found.after.is_trivial:
+        if ACTIVATIONS[found.activation].over_row and not found.after.is_trivial:
             raise node.refuse(f"the output is scaled after {found.activation}, which comes last in an MLP")
         base = folded(result.base, found.before)
         return found_layers(base, self.spec(found), found.after, self.asked or dtype)  # type: ignore[arg-type]

@@ -26,9 +26,9 @@ class Shape:
 
 
 def shape_node(node: Node, inputs: Sequence[Any]) -> Shape | None:
-    """What a node makes of lengths; None if it has to do with something else."""
+    """What a node makes of lengths; None if it is no such node, or uses them (Reshape)."""
     takes_data = node.op == "Shape" and isinstance(inputs[0] if inputs else None, Data)
-    if not takes_data and not any(isinstance(v, Shape) for v in inputs):
+    if node.op == "Reshape" or not (takes_data or any(isinstance(v, Shape) for v in inputs)):
         return None
     first = inputs[0]
     if node.op == "Shape":

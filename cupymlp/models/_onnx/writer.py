@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...activations import ActivationSpec
 from ...network import Network, numpy_dtype
 from .. import Found
 from .file import MOST_BYTES, import_onnx
 from .graph import FLOATS
-from .layers import Spec
 
 __all__ = ["as_written", "make_model"]
 
@@ -148,7 +148,7 @@ _WAYS: dict[str, list[_Way]] = {
 }
 
 
-def _add_activation(builder: _Builder, spec: Spec, v: str) -> str:
+def _add_activation(builder: _Builder, spec: ActivationSpec, v: str) -> str:
     name, parameter = (spec, 0.0) if isinstance(spec, str) else spec
     for way in _WAYS[name]:
         nodes, tensors = len(builder.nodes), len(builder.tensors)
@@ -221,7 +221,7 @@ def as_written(model: Any, found: Found) -> Found:
     return replace(found, activations=exact[:-1], out_activation=exact[-1])
 
 
-def _is_rounded(spec: Spec, exact: Any, dtype: np.dtype[Any]) -> bool:
+def _is_rounded(spec: ActivationSpec, exact: Any, dtype: np.dtype[Any]) -> bool:
     """Whether a graph that says ``spec`` may have been made of ``exact``."""
     if spec == exact:
         return True
