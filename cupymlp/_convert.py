@@ -64,6 +64,8 @@ KINDS: dict[str, Kind] = {
         Kind(".npz", "MLP.save", _read_npz, MLP.save),
         Kind(".onnx", "ONNX", lambda path, dtype, *_: MLP.from_onnx(path, dtype=dtype), MLP.to_onnx),
         Kind(".safetensors", "torch's names", _read_safetensors, MLP.to_safetensors, lacks_activations=True),
+        Kind(".keras", "Keras 3", lambda path, dtype, *_: MLP.from_keras(path, dtype=dtype)),
+        Kind(".h5", "Keras", lambda path, dtype, *_: MLP.from_keras(path, dtype=dtype)),
     )
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,6 +136,14 @@ def test_the_other_commands_take_any_kind(npz, mlp, tmp_path, capsys, suffix):
     np.save(tmp_path / "x.npy", x)
     assert main(capsys, "run", file, tmp_path / "x.npy", "-o", tmp_path / "y.npy", "--device", "cpu", "--quiet")[0] == 0
     assert np.array_equal(np.load(tmp_path / "y.npy"), mlp(x, device="cpu"))
+
+
+@pytest.mark.parametrize("name", ["keras_scaled.keras", "keras_functional.h5"])
+def test_models_of_keras(name, tmp_path, capsys):
+    pytest.importorskip("h5py")
+    file, out = Path(__file__).parent / "data" / name, tmp_path / "out.npz"
+    assert main(capsys, "convert", file, out, "--dtype", "float64")[0] == 0
+    assert equal(MLP.load(out), MLP.from_keras(file, dtype="float64"))
 
 
 def test_a_schedule_is_kept(npz):

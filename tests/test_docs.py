@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import cupymlp
@@ -190,6 +192,43 @@ def test_the_sentences_between_the_tables_have_committed_figures():
     for bound, call in zip(host("net.bind(x, out=y)()"), host("net(x, out=y)")):
         assert 0.3 < bound / call < 0.4
     assert all("about a third of" in " ".join(PAGES[page].split()) for page in ("quickstart.md", "streams.md"))
+
+
+# --- Examples that need other libraries -----------------------------------------------------------------------------------
+
+
+def code_of(page, *needles):
+    """The blocks of Python, not doctests, that have one of these in them."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
+    found = [block for block in blocks if any(needle in block for needle in needles)]
+    assert len(found) == len(needles)
+    return "\n".join(found)
+
+
+def test_the_examples_of_pytorch_run(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    monkeypatch.chdir(tmp_path)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    x = np.random.default_rng(0).standard_normal((5, 3), dtype="f4")
+    names = {"cupymlp": cupymlp, "np": np, "torch": torch, "module": module, "x": x}
+    names["safetensors"] = SimpleNamespace(torch=safetensors)
+    exec(code_of("models.md", "assert np.allclose(net(x), module(", "save_file"), names)  # noqa: S102
+    again = cupymlp.MLP.from_safetensors("net.safetensors", activation="relu")
+    assert np.array_equal(again(x), names["net"](x))
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_the_example_of_keras_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    pytest.importorskip("jax")
+    keras = pytest.importorskip("keras")
+    pytest.importorskip("h5py")
+    monkeypatch.chdir(tmp_path)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "gelu"), keras.layers.Dense(2)])
+    x = np.random.default_rng(0).standard_normal((5, 4), dtype="f4")
+    names = {"cupymlp": cupymlp, "np": np, "model": model, "x": x}
+    exec(code_of("models.md", "from_keras"), names)  # noqa: S102
 
 
 # --- What the pages name ------------------------------------------------------------------------------------------------
