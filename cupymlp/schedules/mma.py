@@ -9,7 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..network import Network
-from ..plan import Access, Device, KernelPlan, Plan, PlanError, multiply_adds, network_options, packed_bytes, vectors
+from ..plan import (
+    Access,
+    Device,
+    KernelPlan,
+    Plan,
+    PlanError,
+    held_widths,
+    multiply_adds,
+    network_options,
+    packed_bytes,
+    vectors,
+)
 
 __all__ = ["layer_bytes", "math_of", "padded", "plan_mma", "tensor_bytes", "tensor_options"]
 
@@ -130,15 +141,14 @@ def slab_bytes(network: Network, tiles: int) -> int:
 
 def plain_row_bytes(network: Network) -> int:
     """Shared memory of a row that is not for tensor cores: ``PLAIN_ROW_BYTES`` of plain_row.cuh."""
-    inputs = network.sizes[:-1]
-    return 16 * sum(vectors(network, max(inputs[parity::2], default=0)) for parity in (0, 1))
+    held = held_widths(network)
+    return 16 * sum(vectors(network, max(held[parity::2], default=0)) for parity in (0, 1))
 
 
 def warp_bytes(network: Network, tiles: int, *, registers: bool) -> int:
     """Shared memory of a warp: ``WARP_BYTES`` of mlp_mma.cu."""
-    if not registers:
-        return slab_bytes(network, tiles)
-    return plain_row_bytes(network) if parts(network) == 2 else 0
+    plain = plain_row_bytes(network) if parts(network) == 2 else 0
+    return plain if registers else max(plain, slab_bytes(network, tiles))
 
 
 def registers_needed(network: Network, access: Access, tiles: int, *, prefetch: bool) -> int:
