@@ -46,7 +46,7 @@ class Bound:
         self._device = cuda.Device
 
     def __call__(self) -> Any:
-        """Run the captured calls again, on the current stream of the device; returns `out`."""
+        """Run the captured calls again, on the current stream of the device; returns ``out``."""
         stream = self._current_stream(self.device_id).ptr
         if stream > _LEGACY_STREAM:
             if self._is_capturing(stream) and self._graph is not None:

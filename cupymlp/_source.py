@@ -10,8 +10,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-__all__ = ["find_cuda_src", "kernel_source"]
+__all__ = ["find_cuda_src", "kernel_source", "without_line_directives"]
 
+_LINE_DIRECTIVE = re.compile(r"^#line .*\n", re.MULTILINE)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[ \t]*$', re.MULTILINE)
 
 
@@ -58,3 +59,8 @@ def kernel_source(name: str) -> str:
         return _INCLUDE.sub(include, text)
 
     return f'#line 1 "{name}"\n{expand(name)}'
+
+
+def without_line_directives(source: str) -> str:
+    """For text that becomes part of a user's file, whose own lines are the ones that a compiler should name."""
+    return _LINE_DIRECTIVE.sub("", source)

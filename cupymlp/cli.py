@@ -1,4 +1,4 @@
-"""The command line: ``python -m cupymlp verify | bench | plan | run | info``."""
+"""The command line: ``python -m cupymlp verify | bench | plan | run | convert | info``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ._convert import KINDS, checked_target, parsed_activation, parsed_activations, read_network, write_network
 from ._map import MapError, MapInterrupted
+from .activations import spec_text
 from .bench import command as bench_command
 from .mlp import MLP
 from .network import DTYPES, PRECISIONS
@@ -44,14 +46,24 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
+    suffixes = f"that ends in {', '.join(KINDS)}"
+
+    def of_file(sub: argparse.ArgumentParser) -> None:
+        activations = "activations, for files that do not name theirs: "
+        sub.add_argument("--activation", metavar="A", help=f"hidden {activations}relu, or leaky_relu:0.2,tanh")
+        sub.add_argument("--out-activation", metavar="A", help=f"output {activations}identity")
+        sub.add_argument(
+            "--dtype", choices=DTYPES, help="of the network; default: the file's, a random one's is float32"
+        )
+        sub.add_argument("--precision", choices=PRECISIONS, help="default: the file's if it has one, else ieee")
+
     def network(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("file", nargs="?", help="a .npz file that MLP.save wrote; without one, a random network")
+        sub.add_argument("file", nargs="?", help=f"a network, in a file {suffixes}; without one, a random network")
         sub.add_argument(
             "--sizes", type=_sizes, default=CANONICAL_SIZES, help="widths of the random network (48,64,40,24)"
         )
         sub.add_argument("--bias", action="store_true", help="give the random network biases")
-        sub.add_argument("--dtype", default="float32", choices=DTYPES, help="of the random network")
-        sub.add_argument("--precision", default="ieee", choices=PRECISIONS, help="of the random network")
+        of_file(sub)
         sub.add_argument("--schedule", choices=tuple(SCHEDULES), help="force this one on the GPU")
         sub.add_argument("--seed", type=int, default=0, help="of the random numbers")
         sub.add_argument("--batch", type=int, default=16, help="rows")
@@ -65,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         command("bench", _bench, "Verify, then measure many networks and batch sizes, or the latency table of one.")
     )
     run = command("run", _run, "Compute a file with a saved network, chunk by chunk: files larger than memory will do.")
-    run.add_argument("file", metavar="model.npz", help="a file that MLP.save wrote")
+    run.add_argument("file", metavar="model.npz", help=f"a network, in a file {suffixes}")
     run.add_argument("x", help="a .npy file, or the folder of a zarr array: (..., K)")
     run.add_argument(
         "-o",
@@ -81,9 +93,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--rows", type=int, help="of a chunk, at most; default: about 9 MB on the GPU, 4 MB on the CPU")
     run.add_argument("--quiet", action="store_true", help="show no progress")
+    of_file(run)
     run.add_argument("--schedule", choices=tuple(SCHEDULES), help="force this one on the GPU")
     run.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
-    command("info", _info, "Print what a bug report needs.")
+    convert = command("convert", _convert, "Write a network to a file of another kind.")
+    convert.add_argument("file", metavar="model.onnx", help=f"a network, in a file {suffixes}")
+    written = ", ".join(kind.suffix for kind in KINDS.values() if kind.write is not None)
+    convert.add_argument("out", metavar="model.npz", help=f"the file to write: {written}")
+    convert.add_argument("--force", action="store_true", help="overwrite it")
+    of_file(convert)
+    info = command("info", _info, "Print what a network's file holds; without one, what a bug report needs.")
+    info.add_argument("file", nargs="?", help=f"a network, in a file {suffixes}")
+    of_file(info)
     return parser
 
 
@@ -99,16 +120,28 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _network(options: argparse.Namespace) -> MLP:
     if options.file is not None:
-        return MLP.load(options.file, schedule=options.schedule)
+        return _network_of_file(options, options.schedule)
     if len(options.sizes) < 2:
         raise ValueError(f"--sizes has {len(options.sizes)} number; accepted: at least two, the features in and out")
     return random_mlp(
         options.sizes,
         options.seed,
         bias=options.bias,
+        dtype=options.dtype or "float32",
+        precision=options.precision or "ieee",
+        schedule=options.schedule,
+    )
+
+
+def _network_of_file(options: argparse.Namespace, schedule: str | None = None) -> MLP:
+    hidden, last = options.activation, options.out_activation
+    return read_network(
+        options.file,
+        activation=None if hidden is None else parsed_activations(hidden),
+        out_activation=None if last is None else parsed_activation(last),
         dtype=options.dtype,
         precision=options.precision,
-        schedule=options.schedule,
+        schedule=schedule,
     )
 
 
@@ -124,7 +157,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    net = MLP.load(options.file, schedule=options.schedule)
+    net = _network_of_file(options, options.schedule)
     path = net.map(
         Path(options.x),
         Path(options.out),
@@ -155,9 +188,33 @@ def _git_commit() -> str | None:
     return done.stdout.strip()
 
 
-def _info(_: argparse.Namespace) -> int:
+def _convert(options: argparse.Namespace) -> int:
+    checked_target(options.out, overwrite=options.force)  # before the time that reading may take
+    net = _network_of_file(options)
+    write_network(net, options.out, overwrite=options.force)
+    print(f"{options.out}: {net.network.describe()}")
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    if options.file is not None:
+        return _info_of_file(options)
     from ._source import find_cuda_src
     from .bench.report import machine
 
     print(json.dumps({**machine(), "cuda_src": str(find_cuda_src())}, indent=1))
+    return 0
+
+
+def _info_of_file(options: argparse.Namespace) -> int:
+    net = _network_of_file(options)
+    network = net.network
+    print(f"network    {network.describe()}")
+    print(f"precision  {network.precision}")
+    numbers = sum(a.size for a in (*net.weights, *net.biases) if a is not None)
+    print(f"numbers    {numbers:,} weights and biases, {numbers * network.itemsize:,} bytes")
+    layers = zip(net.weights, net.biases, network.sizes, network.sizes[1:], network.activations, strict=False)
+    for layer, (weight, bias, k, n, activation) in enumerate(layers, 1):
+        span = f"weights {weight.min():.3g} .. {weight.max():.3g}" if weight.size else "no weights"
+        print(f"layer {layer:<4} {k} -> {n}, {spec_text(activation)}, {span}, {'no ' if bias is None else ''}bias")
     return 0

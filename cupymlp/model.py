@@ -471,10 +471,10 @@ class Model:
         -----
         Folded, the first layer computes ``x @ (W / x_std) + (b - (x_mean / x_std) @ W)``. Where means are large beside standard
         deviations, as with temperatures near 300 K, large numbers cancel there, and their rounding errors stay:
-        about |x_mean| / x_std times those of the network itself. Apart, x - x_mean is rounded once. ``"auto"`` computes proven
-        bounds on the errors of the first layer's sums either way, for x within three standard deviations of the mean, and folds
-        if no sum's is more than 4 times (two bits) what it is apart. That is so for |x_mean| up to about 4 x_std; in tf32 and
-        split3 for all, since they round x itself before anything is subtracted.
+        about ``|x_mean| / x_std`` times those of the network itself. Apart, x - x_mean is rounded once. ``"auto"`` computes
+        proven bounds on the errors of the first layer's sums either way, for x within three standard deviations of the mean,
+        and folds if no sum's is more than 4 times (two bits) what it is apart. That is so for ``|x_mean|`` up to about 4 x_std;
+        in tf32 and split3 for all, since they round x itself before anything is subtracted.
 
         y_mean and y_std are folded where ``out_activation`` is ``identity``: nothing cancels there but in the result itself.
         Behind another activation they are a layer of their own.
@@ -511,6 +511,167 @@ class Model:
             precision=network.precision,
             schedule=self._schedule,
         )
+
+    # --- Source text ----------------------------------------------------------------------------------------------
+
+    def cuda_source(self, name: str = "mlp", *, weights: str = "inline") -> str:
+        """The network as CUDA C++: one ``__device__`` function to call in kernels of your own.
+
+        ``void mlp(const float* x, float* y)`` computes one row in the thread that calls it, with the bits of ``net(x)`` on a
+        GPU (in float16 and bfloat16, those of the schedules row, tile and layer), whatever the compiler's options for
+        floating-point numbers.
+
+        Parameters
+        ----------
+        name
+            Of the function. Networks of different names can be in one program.
+        weights
+            ``"inline"``: in the text. ``"pointer"``: the function has a third parameter, ``const void* weights``, for a copy of
+            `packed_weights` in the GPU's memory.
+
+        Returns
+        -------
+        str
+            C++17 for nvcc, NVRTC and CuPy's RawKernel and RawModule, which needs no header. x and y are one row each, without
+            gaps, of the network's dtype, and may overlap. A float16 or bfloat16 network takes pointers to any type of 2 bytes.
+
+        Raises
+        ------
+        ValueError
+            For a name that is none in C++; for a precision other than ``"ieee"``; if the weights are too large for a text, or
+            a row's activations for a thread.
+
+        Notes
+        -----
+        It is for kernels that do more with a row than the network does: x and y need not go through memory then. For the rows
+        of an array there is ``net(x)``, whose threads share a row's work, or its weights.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cupymlp
+        >>> net = cupymlp.MLP([np.eye(2, dtype="f4")])
+        >>> source = net.cuda_source("policy")
+        >>> "__device__ inline void policy(const float* x, float* y)" in source
+        True
+
+        On a GPU::
+
+            kernel = cupy.RawKernel(source + r'''
+            extern "C" __global__ void step(float* state, int rows) {
+                const int row = blockIdx.x * blockDim.x + threadIdx.x;
+                if (row >= rows) return;
+                float force[2];
+                policy(state + 2 * row, force);
+                for (int k = 0; k < 2; ++k) state[2 * row + k] += 0.01f * force[k];
+            }''', "step")
+            kernel((blocks,), (128,), (state, len(state)))
+        """
+        from . import __version__
+        from ._cuda_source import device_function
+
+        return device_function(self._network, self._weights, self._biases, name, weights, __version__)
+
+    def packed_weights(self) -> NDArray[Any]:
+        """Weights and biases as the ``weights`` of `cuda_source` points to them: a new 1-D NumPy array of the network's dtype.
+
+        ``cupy.asarray(net.packed_weights())`` puts them on the GPU, at an address that will do: a multiple of 16 bytes.
+        """
+        from ._cuda_source import packed
+
+        return packed(self._network, self._weights, self._biases)
+
+    @classmethod
+    def from_onnx(
+        cls,
+        model: str | os.PathLike[str] | bytes | Any,
+        *,
+        output: str | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> Self:
+        """The network in an ONNX model: a chain of layers, as PyTorch, scikit-learn (skl2onnx) and others export it.
+
+        Needs the package onnx (``pip install 'cupymlp[onnx]'``). Nothing in the file is executed. docs/onnx.md lists the
+        operators that are read.
+
+        Parameters
+        ----------
+        model
+            The path of an ``.onnx`` file, its bytes, or an ``onnx.ModelProto``. Weights in files of their own (external data)
+            are read if they lie below the model's folder.
+        output
+            Which tensor is the result, by its name: an output of the graph, or any tensor in it. None: the output, or the
+            one output of real numbers, as the probabilities of a classifier.
+        dtype
+            None keeps the dtype of the model's weights.
+
+        Returns
+        -------
+        MLP
+            With ``weight_layout="in_out"``. Weights that stand alone have the bits that they have in the file. Scales and
+            shifts beside a layer (a multiplication, a BatchNormalization, a scaler before the first layer) are folded into its
+            weight and bias: in float64, with one rounding to the dtype. So results differ from the model's by what rounding
+            the weights makes, which is much where a shift is large beside what remains of the data.
+
+        Raises
+        ------
+        ValueError
+            If the file is damaged or cannot be trusted, or is not such a network; the message names the node, its operator and
+            its tensor. For weights that are not finite.
+        ImportError
+            Without the package onnx.
+        FileNotFoundError
+            If there is no such file.
+
+        Examples
+        --------
+        >>> import os, tempfile, cupymlp, numpy as np
+        >>> net = cupymlp.MLP([np.ones((3, 2)), np.ones((2, 1))])
+        >>> path = os.path.join(tempfile.mkdtemp(), "net.onnx")
+        >>> net.to_onnx(path)
+        >>> cupymlp.MLP.from_onnx(path)
+        <cupymlp.MLP 3-2-1 float64, relu identity, no bias>
+        """
+        from .models.onnx import read_onnx
+
+        return cls._found(read_onnx(model, output, dtype), dtype)
+
+    def to_onnx(self, path: str | os.PathLike[str], *, opset: int = 20) -> None:
+        """Write the network as an ONNX model, for other runtimes; `MLP.from_onnx` reads it back, bit for bit.
+
+        Needs the package onnx (``pip install 'cupymlp[onnx]'``), whose checker the model passes before it is written. The file
+        is written beside its place and then moved there.
+
+        Parameters
+        ----------
+        path
+            The file, by custom ``.onnx``.
+        opset
+            The version of ONNX's operators, 13 or later. Activations that it does not have are written as several nodes.
+
+        Notes
+        -----
+        A layer is a Gemm with x of the shape (rows, K), any number of rows, and an activation; input ``x``, output ``y``. ONNX
+        keeps the parameters of LeakyRelu, Elu and Celu as float32, also in float64 models, so other runtimes round them; the
+        exact ones are written as metadata, where from_onnx finds them. ``precision`` and ``schedule`` are not written.
+
+        Raises
+        ------
+        ValueError
+            For an opset that the installed onnx does not know, or that has an operator, but not for the network's dtype; for a
+            network of more than 2 GiB, which is more than a file holds.
+        ImportError
+            Without the package onnx.
+
+        Examples
+        --------
+        >>> import os, tempfile, cupymlp, numpy as np
+        >>> path = os.path.join(tempfile.mkdtemp(), "net.onnx")
+        >>> cupymlp.MLP([np.ones((3, 2)), np.ones((2, 1))]).to_onnx(path)
+        """
+        from .models.onnx import write_onnx
+
+        write_onnx(path, self._network, self._weights, self._biases, opset)
 
     # --- Making one -----------------------------------------------------------------------------------------------
 

@@ -61,9 +61,9 @@ class Network:
     biases
         Whether each layer has a bias.
     dtype
-        The name of the dtype of weights and of every layer's outputs, one of `DTYPES`.
+        The name of the dtype of weights and of every layer's outputs, one of `cupymlp.network.DTYPES`.
     precision
-        The arithmetic, one of `PRECISIONS`.
+        The arithmetic, one of `cupymlp.network.PRECISIONS`.
     """
 
     sizes: tuple[int, ...]
@@ -84,7 +84,7 @@ class Network:
 
     @property
     def sum_dtype(self) -> str:
-        """The name of the dtype of sums, biases and activations; results are rounded from it to `dtype` once a layer."""
+        """The name of the dtype of sums, biases and activations; results are rounded from it to ``dtype`` once a layer."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def describe(self) -> str:

@@ -108,7 +108,7 @@ class Plan:
     Attributes
     ----------
     schedule
-        A name of `cupymlp.schedules.SCHEDULES`, or ``cpu``.
+        A name of ``cupymlp.schedules.SCHEDULES``, or ``cpu``.
     network, batch
         What is computed, and for how many rows.
     device
@@ -120,7 +120,7 @@ class Plan:
     kernels
         The kernels, in the order of their first launch; none on the CPU.
     layout
-        How the weights are laid out for these kernels: a name of `cupymlp._pack.LAYOUTS`.
+        How the weights are laid out for these kernels: a name of ``cupymlp._pack.LAYOUTS``.
     rows_at_once
         The rows that a launch takes; a larger batch is several rounds of launches.
     scratch_bytes
