@@ -44,7 +44,7 @@ __device__ __forceinline__ void apply(const X* x, S* y, const Weights& weights, 
             if (!WIDE && j + e >= N) continue;
             T v = convert(in.v[e]);
             if constexpr (biases[0]) v = add(v, Layer<0>::bias_of(weights, j + e));
-            v = activate<activations[0]>(v);
+            v = activate<0>(v);
             if constexpr (WIDE) out.v[e] = narrow(v);
             else to.set(j + e, v);
         }

@@ -5,10 +5,11 @@
 //   MLP_S            storage type of weights, biases, hidden activations and outputs: float, double, half_bits, bfloat16_bits
 //   MLP_T            type of the arithmetic: double for double, else float
 //   MLP_SIZES        K, hidden widths ..., N
-//   MLP_ACTIVATIONS  one Act:: a layer
+//   MLP_ACTIVATIONS  one Act:: a layer         MLP_PARAMETERS  one number of type MLP_T a layer, 0 where there is none
 //   MLP_BIASES       one 0 or 1 a layer
 //   MLP_PACKED       1: one packed weight buffer; 0: the caller's own weight arrays, through strides
 //   MLP_X_T          element type of x: a C type, or half_bits, bfloat16_bits
+//   MLP_Y_T          element type of y: MLP_S, or MLP_T for sums that another kernel reads
 //   MLP_X_ACCESS     Access:: of x            MLP_Y_ACCESS   Access:: of y
 //   MLP_BATCH_DIMS   leading axes described by Rows; 0 when x and y are both contiguous
 #pragma once
@@ -28,7 +29,29 @@ struct alignas(16) Group { T v[V]; };   // the activations that meet one Vector 
 #include "ptx.cuh"
 #endif
 
-enum class Act { identity, relu };
+// --- Arithmetic that keeps subnormal numbers --------------------------------------------------------------
+// For float32 there is more in ptx.cuh: operators obey -ftz.
+
+__device__ __forceinline__ float fused_multiply_add(float a, float b, float c) { return __fmaf_ieee_rn(a, b, c); }
+__device__ __forceinline__ double fused_multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
+
+// a + b. For float32 by an FMA, because __fadd_rn obeys -ftz and __fmaf_ieee_rn does not.
+__device__ __forceinline__ float add(float a, float b) { return __fmaf_ieee_rn(a, 1.0f, b); }
+__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
+
+__device__ __forceinline__ double product(double a, double b) { return a * b; }
+__device__ __forceinline__ double divide(double a, double b) { return a / b; }
+__device__ __forceinline__ double reciprocal(double v) { return 1.0 / v; }
+__device__ __forceinline__ double square_root(double v) { return sqrt(v); }
+
+// Whether the sign is set: of NaN, too, and of -0 for float32, whose comparison with 0 obeys -ftz.
+__device__ __forceinline__ bool is_negative(float v) { return __float_as_uint(v) >> 31 != 0; }
+__device__ __forceinline__ bool is_negative(double v) { return v < 0.0; }
+
+// v, or +0 if v <= 0: NaN stays. For float32 in ptx.cuh.
+__device__ __forceinline__ double relu(double v) { return v <= 0.0 ? 0.0 : v; }
+
+#include "activations.cuh"
 
 // How an array is read or written: rows that follow each other without gaps; any strides; any strides at
 // addresses that are no multiple of the element size (a field of a packed record, a byte buffer's view).
@@ -37,11 +60,13 @@ enum class Access { contiguous, strided, unaligned };
 constexpr int sizes[] = {MLP_SIZES};
 constexpr int depth = sizeof(sizes) / sizeof(sizes[0]) - 1;
 constexpr Act activations[] = {MLP_ACTIVATIONS};
+constexpr T parameters[] = {MLP_PARAMETERS};
 constexpr bool biases[] = {MLP_BIASES};
 constexpr int FEATURES_IN = sizes[0];
 constexpr int FEATURES_OUT = sizes[depth];
 static_assert(depth >= 1, "a network has at least one layer");
 static_assert(sizeof(activations) / sizeof(activations[0]) == depth, "one activation a layer");
+static_assert(sizeof(parameters) / sizeof(parameters[0]) == depth, "one parameter a layer");
 static_assert(sizeof(biases) / sizeof(biases[0]) == depth, "one bias flag a layer");
 
 __device__ constexpr long long vectors(long long elements) { return (elements + V - 1) / V; }
@@ -63,9 +88,10 @@ __device__ constexpr long long first_vector(int layer) {
     return sum;
 }
 
-// --- Kernel arguments: (const X* x, S* y, Weights weights, Rows rows) -----------------------------------
+// --- Kernel arguments: (const X* x, Y* y, Weights weights, Rows rows) -----------------------------------
 
 using X = MLP_X_T;
+using Y = MLP_Y_T;
 
 #if MLP_PACKED
 using Weights = const Vector*;
@@ -139,9 +165,9 @@ __device__ __forceinline__ Element load(const char* address) {
 }
 
 template <Access ACCESS>
-__device__ __forceinline__ void store(char* address, S v) {
-    if constexpr (ACCESS == Access::unaligned) memcpy(address, &v, sizeof(S));
-    else *reinterpret_cast<S*>(address) = v;
+__device__ __forceinline__ void store(char* address, Y v) {
+    if constexpr (ACCESS == Access::unaligned) memcpy(address, &v, sizeof(Y));
+    else *reinterpret_cast<Y*>(address) = v;
 }
 
 // One row of x or y. Element k of it is row_of_x(...)[k], however the array is laid out.
@@ -163,34 +189,22 @@ __device__ __forceinline__ RowOfX row_of_x(const X* x, const Rows& rows, long lo
 struct RowOfY {
     char* start;
     long long step;
-    __device__ __forceinline__ void set(int j, T v) const { store<MLP_Y_ACCESS>(start + j * step, narrow(v)); }
+    __device__ __forceinline__ void set(int j, T v) const { store<MLP_Y_ACCESS>(start + j * step, narrow_to(Y{}, v)); }
 };
 
-__device__ __forceinline__ RowOfY row_of_y(S* y, const Rows& rows, long long row) {
+__device__ __forceinline__ RowOfY row_of_y(Y* y, const Rows& rows, long long row) {
     char* base = reinterpret_cast<char*>(y);
 #if MLP_BATCH_DIMS > 0
     if constexpr (MLP_Y_ACCESS != Access::contiguous) return {base + row_offset(rows, rows.y_stride, row), rows.y_feature};
 #endif
-    return {base + row * static_cast<long long>(FEATURES_OUT * sizeof(S)), static_cast<long long>(sizeof(S))};
+    return {base + row * static_cast<long long>(FEATURES_OUT * sizeof(Y)), static_cast<long long>(sizeof(Y))};
 }
 
-// --- Arithmetic that keeps subnormal numbers --------------------------------------------------------------
-
-__device__ __forceinline__ float fused_multiply_add(float a, float b, float c) { return __fmaf_ieee_rn(a, b, c); }
-__device__ __forceinline__ double fused_multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
-
-// a + b. For float32 by an FMA, because __fadd_rn obeys -ftz and __fmaf_ieee_rn does not.
-__device__ __forceinline__ float add(float a, float b) { return __fmaf_ieee_rn(a, 1.0f, b); }
-__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
-
-// v, or +0 if v <= 0: NaN stays. For float32 in ptx.cuh, because the comparison obeys -ftz.
-__device__ __forceinline__ double relu(double v) { return v <= 0.0 ? 0.0 : v; }
-
-// The activation table, CUDA side; cupymlp/activations.py is the other.
-template <Act ACT>
+// The activation of layer L; for those of a row, v.
+template <int L>
 __device__ __forceinline__ T activate(T v) {
-    if constexpr (ACT == Act::relu) return relu(v);
-    else return v;
+    constexpr T PARAMETER = parameters[L];
+    return activation<activations[L]>(v, PARAMETER);
 }
 
 // What the next layer reads: the activation as storage holds it, one rounding a layer.

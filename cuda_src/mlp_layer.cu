@@ -157,7 +157,7 @@ __device__ __forceinline__ void add_chunk(T (&sum)[MLP_ROWS][MLP_COLUMNS], const
 
 extern "C" __global__ void __launch_bounds__(WARPS * LANES, MLP_BLOCKS)
 mlp_layer(const X* __restrict__ x,     // (.., K), read through rows
-          S* __restrict__ y,           // (.., N), written through rows
+          Y* __restrict__ y,           // (.., N), written through rows
           const Weights weights,       // packed, or the caller's array
           const Rows rows,             // the strides of x and y, unless contiguous
           const long long x_first,     // the row of x that is computed first
@@ -228,7 +228,7 @@ mlp_layer(const X* __restrict__ x,     // (.., K), read through rows
 #pragma unroll
             for (int c = 0; c < MLP_COLUMNS; ++c) {
                 const int j = tile_column + lane_column + c * COLUMN_GROUPS;
-                if (N % BLOCK_COLUMNS == 0 || j < N) to.set(j, activate<activations[0]>(sum[p * PIECE + e][c]));
+                if (N % BLOCK_COLUMNS == 0 || j < N) to.set(j, activate<0>(sum[p * PIECE + e][c]));
             }
         }
     }

@@ -41,8 +41,8 @@ __device__ constexpr long long slab_bytes(int parity) {
 }
 constexpr long long SLABS_AT = MLP_STAGED ? STAGED_BYTES : 0;
 constexpr long long SLAB_BYTES = slab_bytes(0) + slab_bytes(1);
-constexpr long long WARP_BYTES = !MLP_REGISTERS ? SLAB_BYTES : SPLIT ? PLAIN_ROW_BYTES : 0;
-static_assert(!SPLIT || SLAB_BYTES >= PLAIN_ROW_BYTES, "a plain row fits where the activations are");
+constexpr long long PLAIN_BYTES = SPLIT ? PLAIN_ROW_BYTES : 0;
+constexpr long long WARP_BYTES = MLP_REGISTERS || PLAIN_BYTES > SLAB_BYTES ? PLAIN_BYTES : SLAB_BYTES;
 constexpr long long USED_BYTES = SLABS_AT + MLP_WARPS * WARP_BYTES;
 static_assert(STAGED_BYTES < 1ll << 31, "offsets of packed weights are ints");
 static_assert((USED_BYTES > 16 ? USED_BYTES : 16) == MLP_SHARED_BYTES, "the plan and the kernel disagree");
@@ -378,8 +378,7 @@ __device__ __forceinline__ void keep(Activations<L + 1>& out, Largest (&largest)
 #pragma unroll
         for (int c = 0; c < chunk(L); ++c) {
             if constexpr (SPLIT) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) v[m][c][e] = activate<activations[L]>(v[m][c][e]);
+                activate_all<L>(v[m][c]);
                 clear_padding<L>(v[m][c], first + c, lane % 4);
                 include(largest[m], v[m][c]);
                 out.set(m, first + c, as_they_are(v[m][c]));
@@ -390,18 +389,78 @@ __device__ __forceinline__ void keep(Activations<L + 1>& out, Largest (&largest)
 }
 
 template <int L>
+__device__ __forceinline__ void store_chunk(const Sums<L>& v, const Context& context, int first, unsigned int plain) {
+    if (context.paired) store_results<true, L>(v, context, first, plain);
+    else store_results<false, L>(v, context, first, plain);
+}
+
+// Call f(numbers of a column tile, that tile, m) for all column tiles of v from `next` on.
+template <int L, class F>
+__device__ __forceinline__ void for_tiles(Sums<L>& v, int first, int next, F f) {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+        for (int c = 0; c < chunk(L); ++c)
+            if (passes(L) == 1 || first + c >= next) f(v[m][c], first + c, m);
+}
+
+// The last layer, if softmax follows. Where its columns take more passes than one, all of them are summed three times: there is
+// no place for the sums of a row.
+template <int L>
+__device__ __forceinline__ void run_softmax(const Activations<L>& in, LaneRows& lane_rows, const Context& context) {
+    SoftmaxOfRows rows[TILES];
+    const int t = context.lane % 4;
+    int next = 0;  // the first column tile whose terms are not in the sum
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) rows[m].begin();
+    const auto look = [&](Sums<L>& v, int first) {
+        for_tiles<L>(v, first, 0, [&](const float(&tile)[4], int at, int m) { rows[m].look(tile, at, t); });
+    };
+    const auto end_look = [&] {
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) rows[m].end_look();
+    };
+    const auto add_terms = [&](Sums<L>& v, int first) {
+        for_tiles<L>(v, first, next, [&](const float(&tile)[4], int at, int m) { rows[m].add_terms(tile, at, t); });
+        next = first + chunk(L);
+    };
+    const auto end_sum = [&] {
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) rows[m].end_sum();
+    };
+    const auto finish = [&](Sums<L>& v, int first) {
+        for_tiles<L>(v, first, 0, [&](float(&tile)[4], int, int m) { rows[m].results(tile); });
+        store_chunk<L>(v, context, first, lane_rows.plain);
+    };
+    if constexpr (passes(L) == 1) {
+        run_layer<L>(in, lane_rows, context, [&](Sums<L>& v, int first) {
+            look(v, first);
+            end_look();
+            add_terms(v, first);
+            end_sum();
+            finish(v, first);
+        });
+    } else {
+        run_layer<L>(in, lane_rows, context, look);
+        end_look();
+        run_layer<L>(in, lane_rows, context, add_terms);
+        end_sum();
+        run_layer<L>(in, lane_rows, context, finish);
+    }
+}
+
+template <int L>
 __device__ __forceinline__ void run_layers(const Activations<L>& in, LaneRows& lane_rows, const Context& context) {
-    if constexpr (L == depth - 1) {
+    if constexpr (L == depth - 1 && OVER_ROW) {
+        if constexpr (column_tiles(L) > 0) run_softmax<L>(in, lane_rows, context);
+    } else if constexpr (L == depth - 1) {
         if constexpr (column_tiles(L) > 0)
             run_layer<L>(in, lane_rows, context, [&](Sums<L>& v, int first) {
 #pragma unroll
                 for (int m = 0; m < TILES; ++m)
 #pragma unroll
-                    for (int c = 0; c < chunk(L); ++c)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) v[m][c][e] = activate<activations[L]>(v[m][c][e]);
-                if (context.paired) store_results<true, L>(v, context, first, lane_rows.plain);
-                else store_results<false, L>(v, context, first, lane_rows.plain);
+                    for (int c = 0; c < chunk(L); ++c) activate_all<L>(v[m][c]);
+                store_chunk<L>(v, context, first, lane_rows.plain);
             });
     } else {
         Activations<L + 1> out(context.slabs);

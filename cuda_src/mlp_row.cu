@@ -16,16 +16,16 @@
 //   MLP_GROUP         products whose weights a thread asks for at a time in the layers that are not held
 //   MLP_HELD          how many layers, from the first, are held in registers from the start
 //   MLP_SHARED_BYTES  dynamic shared memory that the launch gives; checked against what the kernel lays out
-#include "common.cuh"
+#include "softmax.cuh"
 
 static_assert(0 <= MLP_HELD && MLP_HELD <= depth, "no more layers are held than there are");
 
 // --- Shared memory: the activations of even layers, then of odd layers ------------------------------------------
 
-// Groups of the widest layer among 0, 2, 4, ... or 1, 3, 5, ...; the last layer's go straight to y.
+// Groups of the widest layer among 0, 2, 4, ... or 1, 3, 5, ...; the last layer's go straight to y, but for softmax.
 __device__ constexpr long long activation_vectors(int parity) {
     int widest = 0;
-    for (int l = parity; l < depth; l += 2) widest = sizes[l] > widest ? sizes[l] : widest;
+    for (int l = parity; l <= LAST_HELD; l += 2) widest = sizes[l] > widest ? sizes[l] : widest;
     return vectors(widest);
 }
 static_assert((activation_vectors(0) + activation_vectors(1)) * static_cast<long long>(sizeof(Group)) == MLP_SHARED_BYTES,
@@ -133,13 +133,21 @@ __device__ __forceinline__ void run_layers(const HeldFrom<L>& held, const Weight
             sum = dot<Here::K, MLP_GROUP>(Here::bias_of(weights, j), h, [&](int i) { return Here::weights_of(weights, i, j); });
         }
         if constexpr (Here::K == 0 && !biases[L]) sum = T(0);  // an empty sum
-        const T v = activate<activations[L]>(sum);
-        if constexpr (L == depth - 1) y.set(j, v);
+        const T v = activate<L>(sum);
+        if constexpr (L == depth - 1 && OVER_ROW) reinterpret_cast<T*>(out)[j] = v;
+        else if constexpr (L == depth - 1) y.set(j, v);
         else reinterpret_cast<T*>(out)[j] = stored(v);
     });
     if constexpr (L < depth - 1) {
         __syncthreads();
         run_layers<L + 1>(held.next, weights, out, in, y);
+    } else if constexpr (OVER_ROW && Here::N > 0) {
+        __syncthreads();
+        const T* const numbers = reinterpret_cast<const T*>(out);
+        const int lane = threadIdx.x % 32;
+        // Each warp for itself: the terms of more warps than one would have to pass a barrier.
+        const RowScale scale = scale_of_row<Here::N>(lane, [=](int i) { return numbers[lane + 32 * i < Here::N ? lane + 32 * i : Here::N - 1]; });
+        share_among_threads<Here::N, 1>([&](int j, int) { y.set(j, scale.result(numbers[j])); });
     }
 }
 

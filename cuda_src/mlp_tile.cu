@@ -14,6 +14,7 @@
 //   MLP_COLUMNS       the most columns that a lane computes at a time
 //   MLP_SHARED_BYTES  dynamic shared memory that the launch gives; checked against what the kernel lays out
 #include "tile.cuh"
+#include "softmax.cuh"
 
 // --- Shared memory: every layer's weights and bias; then, for each warp, the activations of even and of odd layers ------
 
@@ -28,10 +29,10 @@ __device__ constexpr long long values_before(int layer) {
     for (int l = 0; l < layer; ++l) sum += layer_values(l);
     return sum;
 }
-// Pieces of the widest layer among 0, 2, 4, ... or 1, 3, 5, ...; the last layer's activations go straight to y.
+// Pieces of the widest layer among 0, 2, 4, ... or 1, 3, 5, ...; the last layer's activations go straight to y, but for softmax.
 __device__ constexpr long long slab_pieces(int parity) {
     long long widest = 0;
-    for (int l = parity; l < depth; l += 2) widest = values(sizes[l]) > widest ? values(sizes[l]) : widest;
+    for (int l = parity; l <= LAST_HELD; l += 2) widest = values(sizes[l]) > widest ? values(sizes[l]) : widest;
     return slab_of(static_cast<int>(widest) * VT);
 }
 constexpr long long SLABS_AT = values_before(depth);
@@ -199,6 +200,65 @@ constexpr bool FIRST_APART = !biases[L] && Layer<L>::K >= SUM_BLOCK && MLP_ROWS 
 // What a lane computes: the rows of group g, and the first of the columns.
 struct Lane { int index, g, column; };
 
+// Whether a hidden layer's activation is taken of numbers that are in the slab already: one after the other, so that its code
+// is there once for each row of a piece, not for each number of a lane.
+template <int L>
+constexpr bool IN_LOOP = is_long(activations[L]);
+
+// A number's partner in the order of softmax.cuh, of lanes whose column groups differ by 4, 2 or 1: COLUMN_LANES of tile.cuh.
+template <class Join>
+__device__ __forceinline__ T joined(T v, Join join) {
+#pragma unroll
+    for (int bit = 2; bit >= 0; --bit) v = join(v, __shfl_xor_sync(0xffffffffu, v, 1 << COLUMN_LANES[bit]));
+    return v;
+}
+
+// softmax of a warp's rows 0 .. last, whose N numbers are in a slab. A lane takes one piece of rows at a time, and of these its
+// group's columns, which are four of the 32 sums.
+template <int N>
+__device__ __forceinline__ void softmax_rows(const Piece* slab, Y* y, const Rows& rows, long long first_row, int last,
+                                             const Lane& lane) {
+    constexpr int ROUNDS = (N + COLUMN_GROUPS - 1) / COLUMN_GROUPS;
+#pragma unroll 1
+    for (int p = 0; p < PIECES; ++p) {
+        const auto at = [&](int i) {
+            const int j = lane.column + i * COLUMN_GROUPS;
+            return slab[row_at(j < N ? j : N - 1) + p * 4 + lane.g];
+        };
+        Piece largest = at(0);
+#pragma unroll 1
+        for (int i = 1; i < ROUNDS; ++i) {
+            const Piece v = at(i);
+#pragma unroll
+            for (int e = 0; e < PIECE; ++e) largest.v[e] = larger(largest.v[e], v.v[e]);
+        }
+#pragma unroll
+        for (int e = 0; e < PIECE; ++e) largest.v[e] = joined(largest.v[e], larger);
+        T sum[4][PIECE] = {};
+#pragma unroll 1
+        for (int i = 0; i < ROUNDS; i += 4) {
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                if (lane.column + (i + q) * COLUMN_GROUPS >= N) break;
+                const Piece v = at(i + q);
+#pragma unroll
+                for (int e = 0; e < PIECE; ++e) sum[q][e] = add(sum[q][e], softmax_term(v.v[e], largest.v[e]));
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < PIECE; ++e) {
+            const T both = add(add(sum[0][e], sum[2][e]), add(sum[1][e], sum[3][e]));
+            const RowScale scale = row_scale(largest.v[e], joined(both, [](T a, T b) { return add(a, b); }));
+            const int r = row_of(lane.g, p, e);
+            if (r > last) continue;
+            const RowOfY to = row_of_y(y, rows, first_row + r);
+#pragma unroll 1
+            for (int j = lane.column; j < N; j += COLUMN_GROUPS)
+                to.set(j, scale.result(reinterpret_cast<const T*>(slab)[element_at(j, r)]));
+        }
+    }
+}
+
 // Compute layer L and all that follow for a warp's rows 0 .. last. in holds the activations of layer L; out is free.
 template <int L, class BeforeLast>
 __device__ __forceinline__ void run_layers(Piece* in, Piece* out, S* y, const Rows& rows, long long first_row, int last,
@@ -240,7 +300,7 @@ __device__ __forceinline__ void run_layers(Piece* in, Piece* out, S* y, const Ro
             if constexpr (K % SUM_BLOCK != 0) add_block<K % SUM_BLOCK, C>(sum, pieces, weights, columns(L));
 #pragma unroll
             for (int p = 0; p < PIECES; ++p) {
-                if constexpr (LAST) {
+                if constexpr (LAST && !OVER_ROW) {
 #pragma unroll
                     for (int e = 0; e < PIECE; ++e) {
                         const int r = row_of(lane.g, p, e);
@@ -249,7 +309,7 @@ __device__ __forceinline__ void run_layers(Piece* in, Piece* out, S* y, const Ro
 #pragma unroll
                         for (int c = 0; c < C; ++c) {
                             const int j = first + c * COLUMN_GROUPS;
-                            if (N % COLUMN_GROUPS == 0 || j < N) to.set(j, activate<activations[L]>(sum[p * PIECE + e][c]));
+                            if (N % COLUMN_GROUPS == 0 || j < N) to.set(j, activate<L>(sum[p * PIECE + e][c]));
                         }
                     }
                 } else {
@@ -258,13 +318,33 @@ __device__ __forceinline__ void run_layers(Piece* in, Piece* out, S* y, const Ro
                     for (int c = 0; c < C; ++c) {
                         Piece h;
 #pragma unroll
-                        for (int e = 0; e < PIECE; ++e) h.v[e] = stored(activate<activations[L]>(sum[p * PIECE + e][c]));
+                        for (int e = 0; e < PIECE; ++e) {
+                            const T v = sum[p * PIECE + e][c];
+                            h.v[e] = LAST || IN_LOOP<L> ? v : stored(activate<L>(v));
+                        }
                         const int j = first + c * COLUMN_GROUPS;
                         if (N % COLUMN_GROUPS == 0 || j < N) to[row_at(c * COLUMN_GROUPS)] = h;
                     }
                 }
             }
+            if constexpr (!LAST && IN_LOOP<L>) {
+                // Of what this lane has just put there.
+#pragma unroll 1
+                for (int i = 0; i < PIECES * C; ++i) {
+                    const int c = i / PIECES;
+                    if (N % COLUMN_GROUPS != 0 && first + c * COLUMN_GROUPS >= N) break;
+                    Piece* const here = out + row_at(first + c * COLUMN_GROUPS) + i % PIECES * 4 + lane.g;
+                    Piece h = *here;
+#pragma unroll
+                    for (int e = 0; e < PIECE; ++e) h.v[e] = stored(activate<L>(h.v[e]));
+                    *here = h;
+                }
+            }
         }
+    }
+    if constexpr (LAST && OVER_ROW && N > 0) {
+        __syncwarp();
+        softmax_rows<N>(out, y, rows, first_row, last, lane);
     }
     if constexpr (!LAST) {
         if constexpr (N % VT != 0) {  // past the last feature: -0

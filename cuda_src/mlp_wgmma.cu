@@ -165,11 +165,21 @@ __device__ __forceinline__ void run_layers(const Fragment (&f)[2 * k_tiles(L) > 
             for (int e = 0; e < 4; ++e) sums[j][e] = linear<L>(sums[j][e], scale[e / 2], bias.v[e % 2]);
         }
     }
-    if constexpr (L == depth - 1) {
+    if constexpr (L == depth - 1 && OVER_ROW) {
+        SoftmaxOfRows rows;
+        rows.begin();
 #pragma unroll
-        for (int j = 0; j < TILES; ++j)
+        for (int j = 0; j < TILES; ++j) rows.look(sums[j], j, at.t);
+        rows.end_look();
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[j][e] = activate<activations[L]>(sums[j][e]);
+        for (int j = 0; j < TILES; ++j) rows.add_terms(sums[j], j, at.t);
+        rows.end_sum();
+#pragma unroll
+        for (int j = 0; j < TILES; ++j) rows.results(sums[j]);
+        results(sums);
+    } else if constexpr (L == depth - 1) {
+#pragma unroll
+        for (int j = 0; j < TILES; ++j) activate_all<L>(sums[j]);
         results(sums);
     } else {
         Fragment next[2 * k_tiles(L + 1)] = {};
@@ -178,9 +188,12 @@ __device__ __forceinline__ void run_layers(const Fragment (&f)[2 * k_tiles(L) > 
             float down[2];
 #pragma unroll
             for (int j = 0; j < TILES; ++j) {
+                if constexpr (DOUBLED) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    sums[j][e] = DOUBLED ? relu_doubled(sums[j][e]) : activate<activations[L]>(sums[j][e]);
+                    for (int e = 0; e < 4; ++e) sums[j][e] = relu_doubled(sums[j][e]);
+                } else {
+                    activate_all<L>(sums[j]);
+                }
                 clear_padding<L>(sums[j], j, at.t);
                 if constexpr (!FIXED_SCALE<L>) include(largest, sums[j]);
             }

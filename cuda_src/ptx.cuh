@@ -60,6 +60,25 @@ __device__ __forceinline__ float product(float a, float b) {
     return r;
 }
 
+// a / b and the square root to nearest, subnormal numbers kept.
+__device__ __forceinline__ float divide(float a, float b) {
+    float r;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float square_root(float v) {
+    float r;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
+// 1 / v, off by an ulp at most; 0 where that is below 2^-126.
+__device__ __forceinline__ float reciprocal(float v) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
 // --- sm_80 and newer: what tensor cores take --------------------------------------------------------------
 
 // The bits of v rounded to the 11 significant bits of tf32; ties to even, or on GPUs before sm_90, which would take three

@@ -27,7 +27,7 @@
 //                     4 bytes: slots t, t + 4: k = 16 (s / 2) + 4t + 2 (s % 2) + 0, 1
 //   the other layers, 2 bytes: slot i: k = 16s + i;   4 bytes: slots t, t + 4: k = 8s + 2t + 0, 1
 #pragma once
-#include "common.cuh"
+#include "softmax.cuh"
 
 #if !MLP_PACKED
 #error "tensor-core kernels read packed weights"
@@ -195,6 +195,14 @@ __device__ __forceinline__ float linear(float sum, const Scale& scale, float bia
     }
 }
 
+// Of four numbers.
+template <int L>
+__device__ __forceinline__ void activate_all(float (&v)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) v[e] = activate<L>(v[e]);
+    if constexpr (is_long(activations[L])) __syncwarp();
+}
+
 // A hidden layer's padded columns are 0, whatever a sum of infinities made of them. tile: of 8 columns.
 template <int L>
 __device__ __forceinline__ void clear_padding(float (&v)[4], int tile, int t) {
@@ -213,12 +221,64 @@ __device__ __forceinline__ Fragment hidden_fragment(float (&v)[4], int tile, int
         clear_padding<L>(v, tile, t);
         return fragment_of<true>(v);
     } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) v[e] = activate<activations[L]>(v[e]);
+        activate_all<L>(v);
         clear_padding<L>(v, tile, t);
         return fragment_of(v);
     }
 }
+
+// --- softmax ------------------------------------------------------------------------------------------------------------
+// Of a lane's rows g and g + 8 of a 16-row tile, whose columns the four lanes of a row have among them. The order of the sum:
+// each lane's even columns and its odd ones, ascending, from +0; these two; then lanes 1 and 2 apart.
+
+struct SoftmaxOfRows {
+    float largest[2];
+    float sum[2][2];
+    RowScale scale[2];
+
+    // v: four linear results, columns 8 * tile + 2t + 0, 1 of row g, then of row g + 8.
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            largest[r] = __uint_as_float(0xff800000u);  // -infinity
+            sum[r][0] = sum[r][1] = 0.0f;
+        }
+    }
+    __device__ __forceinline__ void look(const float (&v)[4], int tile, int t) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            if (exists(tile, t, e)) largest[e / 2] = larger(largest[e / 2], v[e]);
+    }
+    __device__ __forceinline__ void end_look() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int mask = 1; mask < 4; mask *= 2) largest[r] = larger(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], mask));
+    }
+    __device__ __forceinline__ void add_terms(const float (&v)[4], int tile, int t) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            if (exists(tile, t, e)) sum[e / 2][e % 2] = add(sum[e / 2][e % 2], softmax_term(v[e], largest[e / 2]));
+    }
+    __device__ __forceinline__ void end_sum() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float all = add(sum[r][0], sum[r][1]);
+#pragma unroll
+            for (int mask = 1; mask < 4; mask *= 2) all = add(all, __shfl_xor_sync(0xffffffffu, all, mask));
+            scale[r] = row_scale(largest[r], all);
+        }
+    }
+    __device__ __forceinline__ void results(float (&v)[4]) const {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v[e] = scale[e / 2].result(v[e]);
+    }
+
+    // Past the last column there is nothing to look at.
+    static __device__ __forceinline__ bool exists(int tile, int t, int e) {
+        return FEATURES_OUT % 8 == 0 || tile * 8 + 2 * t + e % 2 < FEATURES_OUT;
+    }
+};
 
 // --- x and y ------------------------------------------------------------------------------------------------------------
 

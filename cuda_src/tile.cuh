@@ -30,6 +30,7 @@ struct alignas(PIECE * sizeof(T)) Piece { T v[PIECE]; };
 // same weights: so a half-warp's 16-byte loads take one pass through shared memory, not two.
 __device__ __forceinline__ int row_group(int lane) { return (lane >> 1 & 1) | (lane >> 2 & 2); }
 __device__ __forceinline__ int column_group(int lane) { return (lane & 1) | (lane >> 1 & 2) | (lane >> 2 & 4); }
+constexpr int COLUMN_LANES[] = {0, 2, 4};  // the bits of a lane that bits 0, 1 and 2 of its column group are
 
 // Where row k of a slab begins, in pieces. Gaps spread over the banks of shared memory what lanes store at once: pieces of
 // four neighbouring k, and numbers of x of every fourth k. What depends on k is a constant wherever k is one.

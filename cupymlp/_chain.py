@@ -18,9 +18,9 @@ from ._compile import kernel_for
 from ._gpu import cupy_or_error, device_numbers
 from .network import Network
 from .plan import VECTOR_BYTES, Access, Plan, layer_vectors
-from .schedules.layer import layer_steps
+from .schedules.layer import layer_scratch, layer_steps
 from .schedules.matmul import array_offsets, matmul_scratch, matmul_steps
-from .schedules.steps import Step, hidden_scratch
+from .schedules.steps import Step
 
 __all__ = ["Chain", "cublas_reads", "record", "refuse_in_capture"]
 
@@ -113,7 +113,7 @@ class _LayerWeights:
 
     @property
     def bias_argument(self) -> NDArray[np.void]:
-        """The argument of bias_act: struct Weights of common.cuh with the bias alone."""
+        """The argument of bias_act and softmax: struct Weights of common.cuh with the bias alone."""
         return record([0, self.bias, 0, 0, self.bias_stride])
 
 
@@ -133,7 +133,7 @@ class Chain:
         steps: Sequence[Step]
         if plan.schedule == "layer":
             steps, _, _ = layer_steps(network, plan.batch, device, access)
-            scratch = hidden_scratch(network)
+            scratch = layer_scratch(network)
         else:
             steps = matmul_steps(network, plan.rows_at_once, device, access)
             scratch = matmul_scratch(network, access)
@@ -180,7 +180,7 @@ class Chain:
             if step.kernel is None:
                 cublas.product(stream, step.layer, source, source_first, weights, target, target_first, count)
                 continue
-            argument = weights.argument if cublas is None else weights.bias_argument
+            argument = weights.argument if step.kernel.name == "mlp_layer" else weights.bias_argument
             arguments = (source, target, argument, rows if step.strided else count, source_first, target_first, count)
             kernel((step.kernel.grid[0], 1, 1), (step.kernel.block[0], 1, 1), arguments, step.kernel.shared_bytes)
 

@@ -1,4 +1,4 @@
-"""The tail of the normal distribution, for gelu. NumPy has no erf, and Python's, for one number a call, takes four times as long.
+"""The tail of the normal distribution, for gelu: NumPy has no erf, and math.erfc, a number a call, takes four times as long.
 
 With t = (a - 4) / (a + 4), which takes a = 0 .. infinity to -1 .. 1, e^(a^2 / 2) erfc(a / sqrt 2) / 2 is smooth: here is the
 polynomial in t that equals it at Chebyshev's points, computed to 60 digits (tests/test_activations.py does so again).

@@ -104,6 +104,8 @@ class Activation:
         Its parameter, if it has one.
     over_row
         Whether it is a function of all features of a row, for the output layer only.
+    long
+        Whether it takes more than a few instructions, and so registers: what ``is_long`` of the kernels says.
     relative, of_input, underflow, exact
         See above. ``of_input(low, high, parameter)`` is a bound for all v between low and high.
     """
@@ -113,6 +115,7 @@ class Activation:
     lipschitz: Callable[[float], float] | None
     parameter: Parameter | None = None
     over_row: bool = False
+    long: bool = True
     relative: float = 0.0
     of_input: Callable[[Array, Array, float], Array] | None = None
     underflow: Callable[[float], float] = lambda _: 0.0
@@ -162,8 +165,8 @@ def _gelu(v: Array, out: Array, _: float) -> None:
 
 
 def _gelu_tanh(v: Array, out: Array, _: float) -> None:
-    w = np.maximum(v, -16)  # where it is 0 already: -inf times 0 would be NaN
-    out[...] = w * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * w * (1 + 0.044715 * (w * w))))
+    w = np.maximum(v, -30)  # where it is -0 already: -inf times 0 would be NaN
+    out[...] = w / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * w * (1 + 0.044715 * (w * w))))
 
 
 def _silu(v: Array, out: Array, _: float) -> None:
@@ -226,14 +229,14 @@ def _log_softmax(v: Array, out: Array, _: float) -> None:
 
 # What is counted in `relative` and `of_input`, in units of u: 1 for each addition, multiplication, division and rounded
 # constant, and FUNCTION for an elementary function. CUDA documents at most 2 ulp, which are 4 u, for expf, expm1f, log1pf,
-# logf, tanhf, erff, sinf and their double forms (CUDA C++ Programming Guide, Mathematical Functions: tested, not proven);
+# logf, tanhf, sinf and their double forms (CUDA C++ Programming Guide, Mathematical Functions: tested, not proven);
 # NumPy documents nothing. benchmarks/activation-errors-*.json has what was measured of both.
 FUNCTION = 8.0
 
 
-def _sum_that_cancels(factor: float, low: Array, high: Array, _: float) -> Array:
-    """What v (1 + erf) is off if erf is: |v| times that, but below -16 the result is 0."""
-    return factor * np.maximum(high, np.minimum(-low, 16))
+def _up_to(factor: float, most: float, low: Array, high: Array, _: float) -> Array:
+    """Factor times |v|, and no more than most."""
+    return np.minimum(factor * np.maximum(-low, high), most)
 
 
 def _all(value: float) -> Callable[[float], float]:
@@ -243,11 +246,11 @@ def _all(value: float) -> Callable[[float], float]:
 ACTIVATIONS: dict[str, Activation] = {
     a.name: a
     for a in (
-        Activation("identity", _identity, _all(1.0), exact=True),
-        Activation("relu", _relu, _all(1.0), exact=True),
+        Activation("identity", _identity, _all(1.0), long=False, exact=True),
+        Activation("relu", _relu, _all(1.0), long=False, exact=True),
         Activation(
             "leaky_relu", _leaky_relu, lambda slope: max(1.0, abs(slope)), Parameter("slope", 0.01),
-            relative=1, underflow=_all(1.0), exact=True,
+            long=False, relative=1, underflow=_all(1.0), exact=True,
         ),
         Activation(
             "elu", _elu, lambda alpha: max(1.0, alpha), Parameter("alpha", 1.0, 0.0),
@@ -258,20 +261,22 @@ ACTIVATIONS: dict[str, Activation] = {
             relative=FUNCTION + 3, underflow=lambda alpha: 2 + 3 * alpha,
         ),
         Activation("selu", _selu, _all(1.7580994), relative=FUNCTION + 3, underflow=_all(4.0)),
-        # erf is off by FUNCTION for its own, and by 1 for its rounded argument: t erf'(t) <= 0.49, two roundings.
+        # |v| times its tail, which is 1/2 at most; their product is 0.17 at most. The tail is off by a factor of 1 + 15 u
+        # (erfc: 5 ulp, by CUDA), and by another of 1 + 2 v^2 u, since e^(-v^2 / 2) is taken of a rounded v.
         Activation(
-            "gelu", _gelu, _all(1.1289042), relative=2, of_input=partial(_sum_that_cancels, (FUNCTION + 2) / 2),
+            "gelu", _gelu, _all(1.1289042), relative=2, of_input=partial(_up_to, 10.0, 4.0),
             underflow=_all(4.0),
         ),
-        # And tanh by 3.2: t tanh'(t) <= 0.45, seven roundings.
+        # 1 / (1 + e^-s), s = 1.6 v (1 + ..) with seven roundings: off by a factor of 1 + 7 s / (1 + e^s) u, where
+        # 7 s / (1 + e^s) <= 2, and where v < 0 by |f| 7 |s| <= 2.2.
         Activation(
-            "gelu_tanh", _gelu_tanh, _all(1.1289931), relative=3, of_input=partial(_sum_that_cancels, (FUNCTION + 4) / 2),
-            underflow=_all(4.0),
+            "gelu_tanh", _gelu_tanh, _all(1.1289931), relative=FUNCTION + 6, of_input=partial(_up_to, 2.0, 3.0),
+            underflow=_all(256.0),
         ),
         # Where e^-v overflows, at -88.7 (float32) or -709 (float64), it is 177 n at most.
-        Activation("silu", _silu, _all(1.0998394), relative=FUNCTION + 3, underflow=_all(256.0)),
+        Activation("silu", _silu, _all(1.0998394), relative=FUNCTION + 5, underflow=_all(256.0)),
         Activation("tanh", _tanh, _all(1.0), relative=FUNCTION, underflow=_all(2.0)),
-        Activation("sigmoid", _sigmoid, _all(0.25), relative=FUNCTION + 3, underflow=_all(4.0)),
+        Activation("sigmoid", _sigmoid, _all(0.25), relative=FUNCTION + 5, underflow=_all(4.0)),
         Activation("softplus", _softplus, _all(1.0), relative=2 * FUNCTION + 2, underflow=_all(4.0)),
         Activation("softsign", _softsign, _all(1.0), relative=2, underflow=_all(1.0), exact=True),
         Activation(
@@ -281,10 +286,10 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation("exp", _exp, None, relative=FUNCTION, underflow=_all(2.0)),
         Activation("hard_sigmoid", _hard_sigmoid, _all(1 / 6 * (1 + 2**-50)), relative=3, underflow=_all(1.0), exact=True),
         Activation("hard_swish", _hard_swish, _all(1.5), relative=4, underflow=_all(2.0), exact=True),
-        Activation("relu6", _relu6, _all(1.0), exact=True),
+        Activation("relu6", _relu6, _all(1.0), long=False, exact=True),
         Activation("squareplus", _squareplus, _all(1.0), relative=5, underflow=_all(1.0), exact=True),
-        Activation("softmax", _softmax, None, over_row=True),
-        Activation("log_softmax", _log_softmax, None, over_row=True),
+        Activation("softmax", _softmax, None, over_row=True, long=False),
+        Activation("log_softmax", _log_softmax, None, over_row=True, long=False),
     )
 }  # fmt: skip
 

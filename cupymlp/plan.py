@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .activations import activation_of, parameter_of
 from .network import Network
 
 __all__ = ["CONTIGUOUS", "Access", "Device", "KernelPlan", "Plan", "PlanError", "layer_vectors", "network_options"]
@@ -59,6 +60,8 @@ class Access:
         Leading axes that the kernel walks through strides; 0 if x and y are both contiguous.
     packed
         Whether the weights come packed (an `MLP`) or as the caller's own arrays (`fused_mlp`).
+    y_dtype
+        The dtype name of y; None for the network's own. Another one is for what the next launch reads.
     """
 
     x_dtype: str | None = None
@@ -66,6 +69,7 @@ class Access:
     y: str = "contiguous"
     batch_dims: int = 0
     packed: bool = True
+    y_dtype: str | None = None
 
 
 CONTIGUOUS = Access()
@@ -229,6 +233,11 @@ def readable_dtypes() -> tuple[str, ...]:
     return tuple(_C_TYPES)
 
 
+def held_widths(network: Network) -> tuple[int, ...]:
+    """Widths of the activations that a row leaves in shared memory: layers' inputs, and outputs that softmax follows."""
+    return network.sizes if activation_of(network.activations[-1]).over_row else network.sizes[:-1]
+
+
 def compute_itemsize(network: Network) -> int:
     """Bytes of one element in arithmetic: float64 for float64, else float32."""
     return 8 if network.dtype == "float64" else 4
@@ -245,16 +254,24 @@ def need_precision(network: Network, *precisions: str) -> None:
         raise PlanError(f"computes {' or '.join(precisions)}, and precision={network.precision!r} was asked for")
 
 
+def _c_number(value: float, network: Network) -> str:
+    """A number that the arithmetic has, exactly, as C writes it."""
+    return value.hex() + ("" if network.sum_dtype == "float64" else "f")
+
+
 def network_options(network: Network, access: Access) -> tuple[str, ...]:
     """The -D options of common.cuh."""
     return (
         f"-DMLP_S={_C_TYPES[network.dtype]}",
         f"-DMLP_T={'double' if network.dtype == 'float64' else 'float'}",
         "-DMLP_SIZES=" + ",".join(map(str, network.sizes)),
-        "-DMLP_ACTIVATIONS=" + ",".join(f"Act::{name}" for name in network.activations),
+        "-DMLP_ACTIVATIONS=" + ",".join(f"Act::{activation_of(spec).name}" for spec in network.activations),
+        "-DMLP_PARAMETERS="
+        + ",".join(_c_number(parameter_of(a, network.sum_dtype), network) for a in network.activations),
         "-DMLP_BIASES=" + ",".join(str(int(bias)) for bias in network.biases),
         f"-DMLP_PACKED={int(access.packed)}",
         f"-DMLP_X_T={_C_TYPES[access.x_dtype or network.dtype]}",
+        f"-DMLP_Y_T={_C_TYPES[access.y_dtype or network.dtype]}",
         f"-DMLP_X_ACCESS=Access::{access.x}",
         f"-DMLP_Y_ACCESS=Access::{access.y}",
         f"-DMLP_BATCH_DIMS={access.batch_dims}",

@@ -16,10 +16,12 @@ from support import H200
 
 from cupymlp import _chain, _direct, _gpu, _launch, fused
 from cupymlp._strides import byte_bounds
+from cupymlp.activations import ACTIVATIONS, activation_of, parameter_of
 from cupymlp.network import Network, numpy_dtype
 from cupymlp.plan import _C_TYPES, layer_vectors
 
 DTYPES = {c_type: name for name, c_type in _C_TYPES.items()}
+IN_PLACE = ("bias_act", "softmax")
 CUBLAS_TYPES = {0: "float32", 1: "float64", 2: "float16", 14: "bfloat16"}
 
 
@@ -66,7 +68,11 @@ def contiguous(address, shape, dtype):
 
 def network_of(options):
     sizes = tuple(map(int, options["MLP_SIZES"].split(",")))
-    activations = tuple(name.removeprefix("Act::") for name in options["MLP_ACTIVATIONS"].split(","))
+    names = [name.removeprefix("Act::") for name in options["MLP_ACTIVATIONS"].split(",")]
+    parameters = [float.fromhex(text.removesuffix("f")) for text in options["MLP_PARAMETERS"].split(",")]
+    activations = tuple(
+        name if ACTIVATIONS[name].parameter is None else (name, p) for name, p in zip(names, parameters, strict=True)
+    )
     biases = tuple(flag == "1" for flag in options["MLP_BIASES"].split(","))
     return Network(sizes, activations, biases, DTYPES[options["MLP_S"]])
 
@@ -145,18 +151,19 @@ def launch(kernel, grid, block, arguments, shared_bytes):
     else:
         matrices, biases = weights_by_table(network, weights)
     x_rows = rows_of(address_of(x), network.sizes[0], DTYPES[options["MLP_X_T"]], x_strides, x_first, count)
-    out = rows_of(address_of(y), network.sizes[-1], network.dtype, y_strides, y_first, count)
+    out = rows_of(address_of(y), network.sizes[-1], DTYPES[options["MLP_Y_T"]], y_strides, y_first, count)
     h = np.stack([row.astype(network.sum_dtype) for row in x_rows])
-    for matrix, bias, name in zip(matrices, biases, network.activations, strict=True):
-        if kernel.name != "bias_act":
+    for matrix, bias, spec in zip(matrices, biases, network.activations, strict=True):
+        if kernel.name not in IN_PLACE:
             # A kernel may write a row of out before another row reads its inputs: they must not share memory.
             assert not any(np.shares_memory(matrix, row) for row in out)
             h = h @ matrix.astype(network.sum_dtype)
         if bias is not None:
             h = h + bias.astype(network.sum_dtype)
-        h = np.maximum(h, 0) if name == "relu" else h
-        h = h.astype(numpy_dtype(network.dtype)).astype(network.sum_dtype)
-    if kernel.name != "bias_act":
+        with np.errstate(all="ignore"):
+            activation_of(spec).apply(h, h, parameter_of(spec, network.sum_dtype))
+            h = h.astype(out[0].dtype).astype(network.sum_dtype)
+    if kernel.name not in IN_PLACE:
         assert not any(np.shares_memory(a, b) for a in x_rows for b in out)
     for to, row in zip(out, h, strict=True):
         to[...] = row

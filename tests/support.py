@@ -19,8 +19,9 @@ import pytest
 from cupymlp import MLP
 from cupymlp._pack import pack
 from cupymlp._source import find_cuda_src
+from cupymlp.activations import ACTIVATIONS, activation_of, parameter_of
 from cupymlp.network import Network, numpy_dtype
-from cupymlp.plan import CONTIGUOUS, Access, Device, KernelPlan
+from cupymlp.plan import CONTIGUOUS, Access, Device, KernelPlan, network_options
 from cupymlp.schedules import plan_gpu
 
 HOST = Path(__file__).parent / "host"
@@ -232,20 +233,46 @@ def _build(kernel: KernelPlan, sanitizer: str, edit: tuple[str, str] | None) -> 
             file.write_text(text.replace(*edit))
         if changed != 1:
             raise ValueError(f"the edit {edit[0]!r} fits {changed} places, not one")
-    program = folder / "run_kernel"
+    options = (
+        *SANITIZERS[sanitizer], *kernel.options, f'-DKERNEL_FILE="{kernel.name}.cu"', f"-DKERNEL={kernel.name}",
+        f"-DTHREADS={kernel.block[0]}", f"-DSHARED_BYTES={kernel.shared_bytes}",
+    )  # fmt: skip
+    return _compile_for_host("run_kernel.cpp", options, sources, folder / "run_kernel")
+
+
+def _compile_for_host(file: str, options: Sequence[str], sources: Path, program: Path) -> Path:
     command = [
         compiler(("g++", "clang++"), "CXX"), "-std=c++20", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing",
         "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-parentheses", "-Wno-maybe-uninitialized",
-        *(["-mfma"] if _has_fma() else []), *SANITIZERS[sanitizer], *kernel.options,
-        f'-DKERNEL_FILE="{kernel.name}.cu"', f"-DKERNEL={kernel.name}",
-        f"-DTHREADS={kernel.block[0]}", f"-DSHARED_BYTES={kernel.shared_bytes}",
-        "-include", str(HOST / "cuda_on_host.h"), "-I", str(sources), str(HOST / "run_kernel.cpp"), "-x", "c++",
-        "-o", str(program),
+        *(["-mfma"] if _has_fma() else []), *options,
+        "-include", str(HOST / "cuda_on_host.h"), "-I", str(sources), str(HOST / file), "-x", "c++", "-o", str(program),
     ]  # fmt: skip
     built = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if built.returncode:
         raise HostError(built.stderr)
     return program
+
+
+@functools.cache
+def _activations_program(dtype: str) -> Path:
+    network = Network((1, 1), ("identity",), (False,), dtype)
+    options = ("-O1", *network_options(network, CONTIGUOUS))
+    folder = Path(tempfile.mkdtemp(dir=_build_folder()))
+    return _compile_for_host("run_activations.cpp", options, find_cuda_src(), folder / "run_activations")
+
+
+def activations_on_host(dtype: str, calls: Sequence[tuple[str | tuple[str, float], np.ndarray]]) -> list[np.ndarray]:
+    """The kernels' activations of float32 or float64 numbers, by the host's own elementary functions."""
+    names, numbers = list(ACTIVATIONS), np.dtype(dtype)
+    with tempfile.TemporaryDirectory(dir=_build_folder()) as folder:
+        source, result = Path(folder, "in"), Path(folder, "out")
+        with open(source, "wb") as file:
+            for spec, v in calls:
+                file.write(np.array([names.index(activation_of(spec).name), v.size], np.int64).tobytes())
+                file.write(numbers.type(parameter_of(spec, dtype)).tobytes() + v.astype(dtype).tobytes())
+        subprocess.run([str(_activations_program(dtype)), str(source), str(result)], check=True, timeout=300)
+        found = np.frombuffer(result.read_bytes(), dtype)
+    return np.split(found, np.cumsum([v.size for _, v in calls])[:-1])
 
 
 def build_host_kernel(kernel: KernelPlan, sanitizer: str, edit: tuple[str, str] | None = None) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..network import Network
 from ..plan import (
@@ -16,10 +16,22 @@ from ..plan import (
     network_options,
     packed_bytes,
 )
-from .steps import Step, buffer_of, check_grid, hidden_scratch, kernels_of, layer_access, one_layer, rows_at_once
+from .steps import (
+    Scratch,
+    Step,
+    buffer_of,
+    check_grid,
+    ends_in_softmax,
+    hidden_scratch,
+    kernels_of,
+    layer_access,
+    one_layer,
+    rows_at_once,
+    rows_kernel,
+)
 from .tile import slab_bytes
 
-__all__ = ["layer_steps", "plan_layer"]
+__all__ = ["layer_scratch", "layer_steps", "plan_layer"]
 
 
 @dataclass(frozen=True)
@@ -160,9 +172,17 @@ def layer_kernel(network: Network, layer: int, rows: int, shape: Shape, access: 
     return KernelPlan("mlp_layer", options, (grid,), (shape.threads,), shape.shared_bytes(sums))
 
 
+def layer_scratch(network: Network) -> Scratch:
+    """The buffers, by bytes a row: hidden activations, and the last layer's sums if softmax follows."""
+    scratch = hidden_scratch(network)
+    if not ends_in_softmax(network):
+        return scratch
+    return Scratch({**scratch.row_bytes, "sums": network.sizes[-1] * compute_itemsize(network)})
+
+
 def layer_steps(network: Network, batch: int, device: Device, access: Access) -> tuple[list[Step], list[Shape], float]:
     """The launches of a round, their shapes, and the GPU time that all rounds are expected to take."""
-    rows = rows_at_once(batch, hidden_scratch(network))
+    rows = rows_at_once(batch, layer_scratch(network))
     steps, shapes, cost = [], [], 0.0
     for layer, (k, n) in enumerate(zip(network.sizes, network.sizes[1:], strict=False)):
         if n == 0:
@@ -171,17 +191,28 @@ def layer_steps(network: Network, batch: int, device: Device, access: Access) ->
         cost += layer_cost
         shapes.append(shape)
         source = "x" if layer == 0 else buffer_of(layer)
-        target = "y" if layer == network.depth - 1 else buffer_of(layer + 1)
+        last = layer == network.depth - 1
         its_access = layer_access(network, layer, access)
-        kernel = layer_kernel(network, layer, rows, shape, its_access)
-        steps.append(Step(layer, source, target, kernel, its_access.batch_dims > 0))
+        if not (last and ends_in_softmax(network)):
+            kernel = layer_kernel(network, layer, rows, shape, its_access)
+            target = "y" if last else buffer_of(layer + 1)
+            steps.append(Step(layer, source, target, kernel, its_access.batch_dims > 0))
+            continue
+        x_dims, y_dims = (0 if a == "contiguous" else its_access.batch_dims for a in (its_access.x, its_access.y))
+        to_sums = replace(its_access, y="contiguous", batch_dims=x_dims, y_dtype=network.sum_dtype)
+        kernel = layer_kernel(network, layer, rows, shape, to_sums)
+        steps.append(Step(layer, source, "sums", kernel, x_dims > 0))
+        to_y = Access(network.sum_dtype, "contiguous", its_access.y, y_dims, packed=False)
+        added = replace(network, biases=(False,) * network.depth)  # by mlp_layer
+        steps.append(Step(layer, "sums", "y", rows_kernel("softmax", added, layer, rows, to_y, device), y_dims > 0))
+        cost += LAYER_LAUNCH
     return steps, shapes, cost * (batch / rows if rows else 0)
 
 
 def plan_layer(network: Network, batch: int, device: Device, access: Access) -> Plan:
     """One launch a layer. Raises PlanError if the GPU cannot launch it."""
     need_precision(network, "ieee")
-    scratch = hidden_scratch(network)
+    scratch = layer_scratch(network)
     rows = rows_at_once(batch, scratch)
     steps, shapes, cost = layer_steps(network, batch, device, access)
     found = dict.fromkeys(f"{shape.block_rows} x {shape.block_columns}" for shape in shapes)

@@ -1,18 +1,16 @@
-"""matmul: cuBLAS's matrix products, and one kernel for bias and activation a layer (cuda_src/bias_act.cu)."""
+"""matmul: cuBLAS's matrix products, and one kernel for bias and activation a layer (cuda_src/bias_act.cu, softmax.cu)."""
 
 from __future__ import annotations
 
 from ..network import Network
-from ..plan import VECTOR_BYTES, Access, Device, KernelPlan, Plan, PlanError, compute_itemsize, network_options
+from ..plan import VECTOR_BYTES, Access, Device, Plan, PlanError, compute_itemsize
 from .layer import plan_layer
 from .row import plan_row
-from .steps import Scratch, Step, buffer_of, hidden_scratch, kernels_of, rows_at_once
+from .steps import Scratch, Step, buffer_of, ends_in_softmax, hidden_scratch, kernels_of, rows_at_once, rows_kernel
 from .tile import plan_tile
 
 __all__ = ["array_offsets", "arrays_bytes", "matmul_scratch", "matmul_steps", "plan_matmul"]
 
-BLOCK = 256
-BLOCKS_OF_A_MULTIPROCESSOR = 8
 # The cost model, in us, and in multiply-adds or bytes a us of an H200's 132 multiprocessors: float32's near
 # benchmarks/sweep-*, the others guesses; no choice rests on them.
 GEMM_LEAST = 4.0
@@ -54,16 +52,6 @@ def needs_copy(network: Network, access: Access) -> bool:
     return network.sizes[0] > 0 and (access.x != "contiguous" or access.x_dtype not in (None, network.dtype))
 
 
-def _kernel(network: Network, layer: int, width: int, rows: int, access: Access, device: Device) -> KernelPlan:
-    """bias_act for the outputs of a layer, or, for layer -1, the copy of x."""
-    activation, bias = (network.activations[layer], network.biases[layer]) if layer >= 0 else ("identity", False)
-    like = Network((width, width), (activation,), (bias,), network.dtype, network.precision)
-    options = (*network_options(like, access), f"-DMLP_BLOCK={BLOCK}")
-    blocks = -(-rows * -(-width // 4) // BLOCK)
-    most = min(BLOCKS_OF_A_MULTIPROCESSOR * device.multiprocessors, device.max_grid)
-    return KernelPlan("bias_act", options, (max(1, min(blocks, most)),), (BLOCK,))
-
-
 def _kernel_access(network: Network, layer: int, access: Access) -> Access:
     """How bias_act reads sums and writes a layer's outputs."""
     y = access.y if layer == network.depth - 1 else "contiguous"
@@ -82,7 +70,7 @@ def matmul_steps(network: Network, rows: int, device: Device, access: Access) ->
     if needs_copy(network, access):
         source = buffer_of(0)
         its_access = Access(access.x_dtype, access.x, "contiguous", access.batch_dims, packed=False)
-        kernel = _kernel(network, -1, network.sizes[0], rows, its_access, device)
+        kernel = rows_kernel("bias_act", network, -1, rows, its_access, device)
         steps.append(Step(-1, "x", source, kernel, its_access.batch_dims > 0))
     for layer, n in enumerate(network.sizes[1:]):
         target = "y" if layer == network.depth - 1 else buffer_of(layer + 1)
@@ -91,7 +79,9 @@ def matmul_steps(network: Network, rows: int, device: Device, access: Access) ->
             steps.append(Step(layer, source, products))
             if products != target or network.biases[layer] or network.activations[layer] != "identity":
                 its_access = _kernel_access(network, layer, access)
-                kernel = _kernel(network, layer, n, rows, its_access, device)
+                last = layer == network.depth - 1
+                name = "softmax" if last and ends_in_softmax(network) else "bias_act"
+                kernel = rows_kernel(name, network, layer, rows, its_access, device)
                 steps.append(Step(layer, products, target, kernel, its_access.batch_dims > 0))
         source = target
     return steps

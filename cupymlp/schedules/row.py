@@ -13,6 +13,7 @@ from ..plan import (
     Plan,
     PlanError,
     compute_itemsize,
+    held_widths,
     multiply_adds,
     need_precision,
     network_options,
@@ -66,9 +67,9 @@ def row_held(network: Network, block: int, group: int, spare: int = 0) -> int:
 
 def activation_bytes(network: Network) -> int:
     """Shared memory for one row's activations, in bytes: ``MLP_SHARED_BYTES`` of mlp_row.cu."""
-    inputs = network.sizes[:-1]
+    held = held_widths(network)
     group_bytes = VECTOR_BYTES // network.itemsize * compute_itemsize(network)
-    return group_bytes * sum(vectors(network, max(inputs[parity::2], default=0)) for parity in (0, 1))
+    return group_bytes * sum(vectors(network, max(held[parity::2], default=0)) for parity in (0, 1))
 
 
 def microseconds(network: Network, batch: int, device: Device, block: int, held: int) -> float:

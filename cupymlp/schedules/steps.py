@@ -11,24 +11,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..activations import activation_of
 from ..network import Network
-from ..plan import Access, Device, KernelPlan, PlanError
+from ..plan import Access, Device, KernelPlan, PlanError, network_options
 
 __all__ = [
     "Scratch",
     "Step",
     "buffer_of",
     "check_grid",
+    "ends_in_softmax",
     "hidden_scratch",
     "kernels_of",
     "layer_access",
     "one_layer",
     "rows_at_once",
+    "rows_kernel",
 ]
 
 SCRATCH_BYTES = 32 << 20  # most of an H200's 50 MB of L2 cache
 ROUND_ROWS = 128  # a round is a multiple of it: of the rows of every tile
 LEAST_ROWS = 4096  # of a round, for layers so wide that fewer would leave multiprocessors idle
+BLOCK, BLOCKS_OF_A_MULTIPROCESSOR = 256, 8  # of bias_act and softmax
 PART_BYTES = 256  # a buffer begins at a multiple of it
 
 
@@ -121,6 +125,22 @@ def layer_access(network: Network, layer: int, access: Access) -> Access:
     y = access.y if last else "contiguous"
     dims = 0 if x == y == "contiguous" else access.batch_dims
     return Access(access.x_dtype if first else None, x, y, dims, access.packed)
+
+
+def ends_in_softmax(network: Network) -> bool:
+    """Whether a function of whole rows follows the last layer: a launch of its own."""
+    return activation_of(network.activations[-1]).over_row and network.sizes[-1] > 0
+
+
+def rows_kernel(name: str, network: Network, layer: int, rows: int, access: Access, device: Device) -> KernelPlan:
+    """bias_act or softmax, for the outputs of a layer, or, for layer -1, the copy of x."""
+    width = network.sizes[layer + 1]
+    activation, bias = (network.activations[layer], network.biases[layer]) if layer >= 0 else ("identity", False)
+    like = Network((width, width), (activation,), (bias,), network.dtype, network.precision)
+    threads_of_a_row = 32 if name == "softmax" else -(-width // 4)
+    options = (*network_options(like, access), f"-DMLP_BLOCK={BLOCK}")
+    most = min(BLOCKS_OF_A_MULTIPROCESSOR * device.multiprocessors, device.max_grid)
+    return KernelPlan(name, options, (max(1, min(-(-rows * threads_of_a_row // BLOCK), most)),), (BLOCK,))
 
 
 def check_grid(device: Device, blocks: int) -> None:

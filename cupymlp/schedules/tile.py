@@ -13,6 +13,7 @@ from ..plan import (
     Plan,
     PlanError,
     compute_itemsize,
+    held_widths,
     need_precision,
     network_options,
     packed_bytes,
@@ -67,8 +68,8 @@ def slab_bytes(features: int, rows: int, itemsize: int) -> int:
 def slabs_bytes(network: Network, rows: int) -> int:
     """Shared memory for a warp's activations in even and in odd layers, in bytes."""
     itemsize = compute_itemsize(network)
-    inputs = [-(-size * itemsize // VECTOR_BYTES) * VECTOR_BYTES // itemsize for size in network.sizes[:-1]]
-    return sum(slab_bytes(max(inputs[parity::2], default=0), rows, itemsize) for parity in (0, 1))
+    held = [-(-size * itemsize // VECTOR_BYTES) * VECTOR_BYTES // itemsize for size in held_widths(network)]
+    return sum(slab_bytes(max(held[parity::2], default=0), rows, itemsize) for parity in (0, 1))
 
 
 def microseconds(network: Network, batch: int, device: Device, shape: Shape, warps: int) -> float:

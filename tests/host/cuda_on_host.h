@@ -14,6 +14,7 @@
 #define __device__
 #define __shared__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 
 struct Index { unsigned int x, y, z; };
@@ -59,13 +60,27 @@ inline float __uint_as_float(unsigned int bits) {
     return v;
 }
 
+// With these, what comes of a function of the network's arithmetic is of that type.
+using std::erfc;
+using std::exp;
+using std::expm1;
+using std::fabs;
+using std::log;
+using std::log1p;
 using std::max;
 using std::memcpy;
 using std::min;
+using std::sin;
+using std::sqrt;
+using std::tanh;
 
 // What cuda_src/ptx.cuh has for the GPU.
 inline double widen(float v) { return v; }
 inline float relu(float v) { return v <= 0.0f ? 0.0f : v; }
+inline float divide(float a, float b) { return a / b; }
+inline float square_root(float v) { return std::sqrt(v); }
+inline float reciprocal(float v) { return 1.0f / v; }
+inline float product(float a, float b) { return a * b; }
 inline float half_to_float(unsigned short bits) {
     _Float16 v;
     std::memcpy(&v, &bits, sizeof(v));

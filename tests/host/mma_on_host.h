@@ -6,8 +6,6 @@
 // one barrier is enough.
 #pragma once
 
-#define __noinline__
-
 struct MmaBuffer {
     unsigned int a[32][4], b[32][2];
 };
@@ -24,8 +22,6 @@ inline unsigned int __ballot_sync(unsigned int, bool yes) {
     return mask;
 }
 inline int __ffs(unsigned int v) { return __builtin_ffs(static_cast<int>(v)); }
-
-inline float product(float a, float b) { return a * b; }
 
 inline unsigned int round_to_tf32(float v) {
     const unsigned int bits = __float_as_uint(v);

@@ -38,8 +38,8 @@ struct Buffer {
 
 // Kernels take four arguments; those that compute rounds of rows take three numbers more.
 template <class Kernel>
-void call(Kernel kernel, const X* x, S* y, const Weights& weights, const Rows& rows, const long long* round) {
-    if constexpr (std::is_invocable_v<Kernel, const X*, S*, Weights, Rows>) kernel(x, y, weights, rows);
+void call(Kernel kernel, const X* x, Y* y, const Weights& weights, const Rows& rows, const long long* round) {
+    if constexpr (std::is_invocable_v<Kernel, const X*, Y*, Weights, Rows>) kernel(x, y, weights, rows);
     else kernel(x, y, weights, rows, round[0], round[1], round[2]);
 }
 
@@ -80,7 +80,7 @@ int main(int, char** argv) {
                 if (t == 0) std::memset(static_cast<void*>(shared), 0xff, sizeof(shared));  // NaN, not another block's
                 between_blocks.arrive_and_wait();
                 const X* const from = reinterpret_cast<const X*>(x.start + head[7]);
-                S* const to = reinterpret_cast<S*>(y.start + head[8]);
+                Y* const to = reinterpret_cast<Y*>(y.start + head[8]);
                 call(KERNEL, from, to, weights, rows, head + 9);
             }
         });
