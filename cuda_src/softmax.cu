@@ -16,7 +16,7 @@ static_assert(OVER_ROW && !MLP_PACKED, "a function of rows; the bias comes as an
 
 constexpr int N = FEATURES_OUT;
 constexpr int ROUNDS = (N + 31) / 32;
-constexpr bool HELD = ROUNDS <= 8;  // a lane's numbers in registers; more are read three times
+constexpr bool HELD = sizeof(T) * ROUNDS <= 32;  // a lane's numbers in registers; more are read three times
 
 // This lane's numbers of a row, lane + 32 i; past the end the last one.
 struct Numbers {

@@ -104,6 +104,8 @@ class Activation:
         Its parameter, if it has one.
     over_row
         Whether it is a function of all features of a row, for the output layer only.
+    long
+        Whether it takes more than a few instructions, and so registers: what ``is_long`` of the kernels says.
     relative, of_input, underflow, exact
         See above. ``of_input(low, high, parameter)`` is a bound for all v between low and high.
     """
@@ -113,6 +115,7 @@ class Activation:
     lipschitz: Callable[[float], float] | None
     parameter: Parameter | None = None
     over_row: bool = False
+    long: bool = True
     relative: float = 0.0
     of_input: Callable[[Array, Array, float], Array] | None = None
     underflow: Callable[[float], float] = lambda _: 0.0
@@ -243,11 +246,11 @@ def _all(value: float) -> Callable[[float], float]:
 ACTIVATIONS: dict[str, Activation] = {
     a.name: a
     for a in (
-        Activation("identity", _identity, _all(1.0), exact=True),
-        Activation("relu", _relu, _all(1.0), exact=True),
+        Activation("identity", _identity, _all(1.0), long=False, exact=True),
+        Activation("relu", _relu, _all(1.0), long=False, exact=True),
         Activation(
             "leaky_relu", _leaky_relu, lambda slope: max(1.0, abs(slope)), Parameter("slope", 0.01),
-            relative=1, underflow=_all(1.0), exact=True,
+            long=False, relative=1, underflow=_all(1.0), exact=True,
         ),
         Activation(
             "elu", _elu, lambda alpha: max(1.0, alpha), Parameter("alpha", 1.0, 0.0),
@@ -283,10 +286,10 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation("exp", _exp, None, relative=FUNCTION, underflow=_all(2.0)),
         Activation("hard_sigmoid", _hard_sigmoid, _all(1 / 6 * (1 + 2**-50)), relative=3, underflow=_all(1.0), exact=True),
         Activation("hard_swish", _hard_swish, _all(1.5), relative=4, underflow=_all(2.0), exact=True),
-        Activation("relu6", _relu6, _all(1.0), exact=True),
+        Activation("relu6", _relu6, _all(1.0), long=False, exact=True),
         Activation("squareplus", _squareplus, _all(1.0), relative=5, underflow=_all(1.0), exact=True),
-        Activation("softmax", _softmax, None, over_row=True),
-        Activation("log_softmax", _log_softmax, None, over_row=True),
+        Activation("softmax", _softmax, None, over_row=True, long=False),
+        Activation("log_softmax", _log_softmax, None, over_row=True, long=False),
     )
 }  # fmt: skip
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +52,17 @@ def rng():
 @pytest.fixture
 def canonical(rng):
     return random_net(rng, CANONICAL, biases=[True, False, True], activations=["relu", "relu", "identity"])
+
+
+@pytest.fixture(scope="session")
+def activation_errors():
+    """benchmarks/activation_errors.py, which knows the exact functions."""
+    pytest.importorskip("mpmath")
+    path = Path(__file__).parent.parent / "benchmarks" / "activation_errors.py"
+    spec = importlib.util.spec_from_file_location("activation_errors", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 from support import Net, odd_values, random_net
@@ -20,16 +17,6 @@ mpmath = pytest.importorskip("mpmath")
 INF = np.inf
 ELEMENTWISE = [name for name, row in ACTIVATIONS.items() if not row.over_row]
 OVER_ROW = [name for name, row in ACTIVATIONS.items() if row.over_row]
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """benchmarks/activation_errors.py, which knows the exact functions."""
-    path = Path(__file__).parent.parent / "benchmarks" / "activation_errors.py"
-    spec = importlib.util.spec_from_file_location("activation_errors", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def specs_of(name):
@@ -55,16 +42,16 @@ def one_feature(spec, dtype, width=1, precision="ieee"):
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_the_reference_and_the_cpu_path_are_within_their_bounds_of_the_exact_function(bench, name):
+def test_the_reference_and_the_cpu_path_are_within_their_bounds_of_the_exact_function(activation_errors, name):
     for spec in specs_of(name):
-        found = bench.measure_reference(spec, 300)
+        found = activation_errors.measure_reference(spec, 300)
         assert found["max in bounds"] <= 1, (spec, found)
         for dtype in DTYPES:
-            found = bench.measure(spec, dtype, "cpu", 300 if dtype == "float64" else 3000)
+            found = activation_errors.measure(spec, dtype, "cpu", 300 if dtype == "float64" else 3000)
             assert found["max in bounds"] <= 1, (spec, dtype, found)
 
 
-def test_the_tail_of_the_normal_distribution(bench):
+def test_the_tail_of_the_normal_distribution(activation_errors):
     """Its coefficients are those of the interpolation that they are said to be, and it is as accurate as is said."""
     for size, found in COEFFICIENTS.items():
         with mpmath.mp.workdps(60):
@@ -91,9 +78,9 @@ def test_the_tail_of_the_normal_distribution(bench):
         assert normal_tail(np.array([50.0])) == 0
 
 
-def test_the_benchmark_sees_a_wrong_function(bench, monkeypatch):
-    monkeypatch.setitem(bench.EXACT, "tanh", lambda v, _: mpmath.tanh(v) * (1 + mpmath.mpf(2) ** -48))
-    assert bench.measure_reference("tanh", 300)["max in bounds"] > 1
+def test_the_benchmark_sees_a_wrong_function(activation_errors, monkeypatch):
+    monkeypatch.setitem(activation_errors.EXACT, "tanh", lambda v, _: mpmath.tanh(v) * (1 + mpmath.mpf(2) ** -48))
+    assert activation_errors.measure_reference("tanh", 300)["max in bounds"] > 1
 
 
 LIMITS = {  # at -inf and +inf, at -+1000, and at -+1e30 where that is another number; parameters 1 and 0.25
@@ -311,3 +298,6 @@ def test_the_kernels_know_every_activation():
     text = (find_cuda_src() / "activations.cuh").read_text()
     names = text.partition("enum class Act {")[2].partition("}")[0]
     assert [n.strip() for n in names.replace("\n", " ").split(",") if n.strip()] == list(ACTIVATIONS)
+    long = text.partition("is_long(Act act) {")[2].partition(";")[0]
+    names = {name for name in ACTIVATIONS if f"Act::{name} " not in long and f"Act::{name}\n" not in long}
+    assert names - set(OVER_ROW) == {name for name, row in ACTIVATIONS.items() if row.long}

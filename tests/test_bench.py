@@ -12,6 +12,7 @@ import pytest
 
 from cupymlp import MLP, cli
 from cupymlp._gpu import gpu_problem
+from cupymlp.activations import ACTIVATIONS
 from cupymlp.bench import (
     cases,
     command,
@@ -546,6 +547,33 @@ def test_the_latency_table_has_ratios_to_numpy(capsys):
 
 
 @pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU")
+def test_activations_on_the_cpu(tmp_path, capsys):
+    path = tmp_path / "activations.json"
+    arguments = ["--sizes", "5-4-3", "--batches", "2,8", "--rounds", "1", "--device", "cpu", "--dtypes", "float32"]
+    assert cli.main(["bench", "activations", *arguments, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 * len(ACTIVATIONS)
+    assert {r["schedule"] for r in rows} == {"cpu"}
+    assert [r["activation"] for r in rows[:2]] == ["relu", "identity"]
+    assert rows[0]["ratio"] == 1
+    assert all(r["us"]["median"] > 0 and r["ratio"] > 0 for r in rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["float32", "ieee"] * 2
+    assert lines[1].split() == ["2", "rows", "8", "rows"]
+    assert any(line.startswith("sin:30.0") for line in lines)
+    assert lines[-1].startswith("log_softmax of the output")
+
+
+@pytest.mark.gpu
+def test_activations_on_the_gpu(tmp_path):
+    path = tmp_path / "activations.json"
+    arguments = ["--batches", "16", "--rounds", "2", "--dtypes", "float32", "--precisions", "ieee"]
+    assert cli.main(["bench", "activations", *arguments, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {r["schedule"] for r in rows} == {"row"}
+    assert all(0.5 < r["ratio"] < 10 for r in rows)
+
+
 def test_map_cannot_be_measured_without_a_gpu(capsys):
     assert cli.main(["bench", "map"]) == 2
     assert "bench map needs a CUDA GPU" in capsys.readouterr().err

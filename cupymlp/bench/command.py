@@ -21,9 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``bench``."""
     what = (
         "sweep: many nets, dtypes, precisions and batches, beside floors and peers; latency: one small net's table; map: rows "
-        "from host memory and back"
+        "from host memory and back; activations: one net with each, as a ratio to relu"
     )
-    parser.add_argument("what", nargs="?", choices=("sweep", "latency", "map"), default="sweep", help=what)
+    parser.add_argument(
+        "what", nargs="?", choices=("sweep", "latency", "map", "activations"), default="sweep", help=what
+    )
     parser.add_argument("--sizes", type=_net, help="widths of one network (48,64,40,24), instead of --nets")
     parser.add_argument("--nets", type=_nets, help="networks of the sweep: 48-64-40-24,16-16-1")
     parser.add_argument("--dtypes", type=_words, help="float32,float16,bfloat16; float64 only if it is named")
@@ -40,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave NumPy, CuPy, PyTorch and JAX out")
     parser.add_argument("--peer-batches", type=_numbers, help="batch sizes at which peers are measured")
     parser.add_argument("--compile-seconds", type=float, help="for torch.compile, and for jax.jit, in all (120)")
-    parser.add_argument("--rounds", type=int, help="how often everything is measured (sweep 7, latency 15, map 5)")
+    parser.add_argument(
+        "--rounds", type=int, help="how often everything is measured (sweep and activations 7, latency 15, map 5)"
+    )
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of x, for map (4)")
     parser.add_argument("--budget-seconds", type=float, help="start no case of the sweep after this time")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
@@ -120,7 +124,7 @@ def run(options: argparse.Namespace, commit: Callable[[], str | None]) -> int:
     commit
         Asked for the commit to name, if the options name none.
     """
-    ways = {"sweep": _sweep, "latency": _latency, "map": _map}
+    ways = {"sweep": _sweep, "latency": _latency, "map": _map, "activations": _activations}
     return ways[options.what](options, options.commit or commit())
 
 
@@ -135,6 +139,29 @@ def _map(options: argparse.Namespace, commit: str | None) -> int:
         write_json(
             options.json, rows, "rows at the beginning, in the middle and at the end have the bits of a call", commit
         )
+    return 0
+
+
+def _activations(options: argparse.Namespace, commit: str | None) -> int:
+    from ..verify import CANONICAL_SIZES
+    from .activation_times import DTYPES, PRECISIONS, activation_rows, activation_table
+    from .report import write_json
+
+    rows = list(
+        activation_rows(
+            options.sizes or CANONICAL_SIZES,
+            None if options.batches is None else options.batches[1],
+            options.dtypes or DTYPES,
+            options.precisions or PRECISIONS,
+            options.rounds or 7,
+            options.seed,
+            options.device,
+            lambda text: print(text, file=sys.stderr, flush=True),
+        )
+    )
+    print(activation_table(rows))
+    if options.json:
+        write_json(options.json, rows, "every network within its error bound", commit)
     return 0
 
 

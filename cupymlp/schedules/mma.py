@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ..activations import activation_of
 from ..network import Network
 from ..plan import (
     Access,
@@ -39,6 +40,7 @@ OVERLAP = 0.25  # of the shorter of memory and products that the longer does not
 # Registers a thread by warps a block, and what a kernel needs beside activations, sums and prefetched rows.
 REGISTERS = {16: 128, 12: 168, 8: 255}
 REGISTERS_BESIDE = {"tf32": 56, "split3": 80, "float16": 76, "bfloat16": 76}
+REGISTERS_OF_ACTIVATIONS = 24  # of those that take more than a few instructions
 UNROLLED_MOST = 4000  # mma instructions: with activations in registers all loops are unrolled
 
 _MATHS = {
@@ -159,7 +161,10 @@ def registers_needed(network: Network, access: Access, tiles: int, *, prefetch: 
         for layer in range(network.depth)
     )
     rows_ahead = fragments(network, 0) * (8 if access.x_dtype in ("int64", "uint64") else 4) if prefetch else 0
-    return tiles * (held + rows_ahead) + REGISTERS_BESIDE[math_of(network)] + 12 * access.batch_dims
+    beside = REGISTERS_BESIDE[math_of(network)] + 12 * access.batch_dims
+    if any(activation_of(spec).long for spec in network.activations):
+        beside += REGISTERS_OF_ACTIVATIONS
+    return tiles * (held + rows_ahead) + beside
 
 
 def instructions(network: Network, tiles: int) -> int:
