@@ -375,6 +375,56 @@ class Model:
 
         return cls._found(read_keras(path, dtype), dtype)
 
+    @classmethod
+    def from_params(
+        cls,
+        params: Any,
+        *,
+        activation: ActivationArgument | None = None,
+        out_activation: ActivationSpec = "identity",
+        prefix: str | Sequence[str] = "",
+        dtype: DTypeLike | None = None,
+    ) -> Self:
+        """The network of a parameter tree of Flax, Haiku or Equinox. JAX is not imported.
+
+        Parameters
+        ----------
+        params
+            What ``module.init`` of Flax (linen) or Haiku returns, ``nnx.state(module, nnx.Param)`` of Flax (nnx), or an Equinox
+            module: nested mappings, lists and dataclasses of arrays. Names say the layout of weights: ``kernel`` and ``w`` are
+            (in, out), with ``bias`` and ``b``; ``weight`` of a module is (out, in).
+        activation, out_activation
+            As for `MLP`. A tree does not name them, so that ``activation`` must be given where there are hidden layers.
+        prefix
+            As for `from_state_dict`: which part, or which parts in which order, with dots between names.
+        dtype
+            As for `MLP`: None keeps that of the arrays.
+
+        Raises
+        ------
+        TypeError
+            If it is no such tree.
+        ValueError
+            As for `from_state_dict`: for arrays that are no dense layer's, shapes that do not chain, numbers that are not
+            finite, and names that do not say in which order layers come. The message names them.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cupymlp
+        >>> params = {  # as of a Flax module with two nn.Dense
+        ...     "params": {
+        ...         "Dense_0": {"kernel": np.ones((3, 8), "f4"), "bias": np.zeros(8, "f4")},
+        ...         "Dense_1": {"kernel": np.ones((8, 2), "f4"), "bias": np.ones(2, "f4")},
+        ...     }
+        ... }
+        >>> cupymlp.MLP.from_params(params, activation="gelu_tanh")  # jax.nn.gelu is this one
+        <cupymlp.MLP 3-8-2 float32, gelu_tanh identity, bias>
+        """
+        from .models.params import read_params
+
+        return cls._found(read_params(params, prefix, activation, out_activation), dtype)
+
     # --- Other networks made of it ----------------------------------------------------------------------------------
 
     def scaled(

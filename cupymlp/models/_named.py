@@ -74,8 +74,8 @@ def find_layers(where: str, paths: Paths, shapes: Shapes, prefix: str | Sequence
     shapes
         Each array's.
     prefix
-        The leading parts, with dots between, of the names that count; or several, whose layers follow one another in this
-        order.
+        The leading parts, with dots or slashes between, of the names that count; or several, whose layers follow one another
+        in this order.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def find_layers(where: str, paths: Paths, shapes: Shapes, prefix: str | Sequence
         raise TypeError(f"prefix is a {type_name(prefix)}; accepted: a text, or a sequence of texts")
     layers: list[Layer] = []
     for part in [prefix] if isinstance(prefix, str) else list(prefix):
-        begin = tuple(piece for piece in part.split(".") if piece)
+        begin = tuple(piece for piece in re.split(r"[./]", part) if piece)
         chosen = {name: path for name, path in paths.items() if path[: len(begin)] == begin}
         if not chosen:
             tops = sorted({path[0] for path in paths.values()}, key=_natural)
@@ -119,8 +119,10 @@ def read_layers(layers: Sequence[Layer], get: Callable[[str], Any], activation: 
 
 
 def host_array(name: str, value: Any) -> NDArray[Any]:
-    """A NumPy array of what another library holds; torch's tensors, too, bfloat16 included, without importing torch."""
+    """A NumPy array of what another library holds; torch's and JAX' arrays, too, without importing these."""
     try:
+        if type(value).__module__.partition(".")[0] in ("jax", "jaxlib"):
+            return np.asarray(value)  # wherever it lies
         if hasattr(value, "detach") and hasattr(value, "cpu"):
             value = value.detach().cpu()
             if (
@@ -159,6 +161,10 @@ def _pair(where: str, paths: Paths, shapes: Shapes, naming: Naming) -> list[Laye
                 raise ValueError(
                     f"{name} of {where} has shape {shapes[name]}: it belongs to {kind}; accepted: 2-D weights of dense layers. "
                     f"{naming.advice}"
+                )
+            if tuple(path) in weights:
+                raise ValueError(
+                    f"{weights[tuple(path)]} and {name} of {where} are weights of one layer; accepted: one"
                 )
             weights[tuple(path)] = name
         elif last in naming.biases:
