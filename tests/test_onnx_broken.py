@@ -537,7 +537,7 @@ def test_names_that_are_no_text(tmp_path):
     """They are names all the same, and shown as bytes where they are wrong."""
     data = good().SerializeToString()
     assert MLP.from_onnx(data.replace(b"W2", b"\xff\xfe")).network.sizes == (4, 3, 2)
-    assert r"(b'\xff\xff\xff\xff'), which makes tensor 'g': no MLP" in error_of(
+    assert r"(\xff\xff\xff\xff), which makes tensor 'g': no MLP" in error_of(
         lambda: MLP.from_onnx(data.replace(b"Relu", b"\xff" * 4))
     )
     path = saved(tmp_path, "weights.bin", W.tobytes())

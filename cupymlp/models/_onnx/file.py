@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..._checks import type_name
 from ...network import numpy_dtype
 
-__all__ = ["MOST_BYTES", "RefusedError", "Source", "import_onnx", "open_model", "read_tensor", "shown"]
+__all__ = ["MOST_BYTES", "RefusedError", "Source", "import_onnx", "open_model", "read_tensor", "shown", "text"]
 
 MOST_BYTES = 2**31 - 1  # of a protobuf message
 _OLDEST_OPSET = 7  # the first one whose arithmetic broadcasts as NumPy does
@@ -67,9 +67,14 @@ def import_onnx() -> Any:
     return onnx
 
 
-def shown(name: str) -> str:
-    """A name of a file's making: in quotes, and not longer than a line."""
+def shown(name: str | bytes) -> str:
+    """A name of a file's making: in quotes, and not longer than a line. Bytes: protobuf's for what is no UTF-8."""
     return repr(name) if len(name) <= 80 else f"{name[:77]!r}..."
+
+
+def text(name: str | bytes) -> str:
+    """A name of a file's making as a str."""
+    return name if isinstance(name, str) else name.decode("utf-8", "backslashreplace")
 
 
 # --- The model --------------------------------------------------------------------------------------------------------
@@ -200,7 +205,7 @@ def _external(tensor: Any, source: Source, what: str, size: int) -> bytes:
             f"{what} keeps its data in another file, {shown(location)}: give the path of the model, not its bytes"
         )
     where = f"{what} keeps its data in the file {shown(location)}"
-    if not isinstance(location, str):  # bytes: protobuf's for what is no UTF-8
+    if not isinstance(location, str):
         raise RefusedError(f"{where}, which is no text")
     path = Path(location)
     if (

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .file import RefusedError, Source, opset_of, shown
+from .file import RefusedError, Source, opset_of, shown, text
 
 __all__ = ["FLOATS", "Graph", "Node", "declared_shape"]
 
@@ -20,7 +20,8 @@ class Node:
     def __init__(self, proto: Any, index: int) -> None:
         self.proto = proto
         self.index = index
-        self.op = f"{proto.domain}.{proto.op_type}" if proto.domain not in ("", "ai.onnx") else proto.op_type
+        domain, op = text(proto.domain), text(proto.op_type)
+        self.op = op if domain in ("", "ai.onnx") else f"{domain}.{op}"
         self.inputs: list[str] = list(proto.input)
         while self.inputs and not self.inputs[-1]:
             self.inputs.pop()  # left out
