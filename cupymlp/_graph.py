@@ -14,7 +14,7 @@ __all__ = ["Bound", "bind", "capture"]
 _LEGACY_STREAM = 1  # this address and 0 stand for the legacy default stream, which cannot be captured
 
 
-def _not_yet(_: Any) -> None:
+def _not_yet(*_: Any) -> None:
     raise RuntimeError("the calls are still being captured: leave the with block of cupymlp.capture() first")
 
 
@@ -38,16 +38,18 @@ class Bound:
         self.device_id = device_id
         self._graph: Any = None
         self._launch: Any = _not_yet
+        self._graph_address = 0
         self._kept: list[tuple[Any, tuple[Any, ...]]] = []
         cuda = cupy_or_error("capturing calls").cuda
         self._current_stream, self._current_device = cuda.get_current_stream, cuda.runtime.getDevice
+        self._is_capturing = cuda.runtime.streamIsCapturing
         self._device = cuda.Device
 
     def __call__(self) -> Any:
         """Run the captured calls again, on the current stream of the device; returns ``out``."""
-        stream = self._current_stream(self.device_id)
-        if stream.ptr > _LEGACY_STREAM:
-            if stream.is_capturing() and self._graph is not None:
+        stream = self._current_stream(self.device_id).ptr
+        if stream > _LEGACY_STREAM:
+            if self._is_capturing(stream) and self._graph is not None:
                 # A graph cannot be launched into a capture: to try would end it.
                 for call, arguments in self._kept:
                     call(*arguments)
@@ -55,7 +57,7 @@ class Bound:
         elif self._current_device() != self.device_id:  # whose default stream has the same address
             with self._device(self.device_id):
                 return self()
-        self._launch(stream)
+        self._launch(self._graph_address, stream)
         return self.out
 
     def __repr__(self) -> str:
@@ -63,7 +65,7 @@ class Bound:
 
     def _be_empty(self, out: Any) -> None:
         """There is nothing to compute."""
-        self.out, self._launch = out, lambda _: None
+        self.out, self._launch = out, lambda *_: None
 
     def _take(self, graph: Any, kept: list[tuple[Any, tuple[Any, ...]]]) -> None:
         if not kept:
@@ -71,8 +73,9 @@ class Bound:
                 "nothing was captured: call networks on CuPy arrays, on the device that was current when "
                 "cupymlp.capture() began, inside its with block"
             )
-        self._graph, self._kept = graph, kept
-        self._launch = graph.launch
+        self._graph, self._kept = graph, kept  # which keep alive what the address stands for
+        self._graph_address = graph.graphExec
+        self._launch = cupy_or_error("capturing calls").cuda.runtime.graphLaunch
         self.out = kept[-1][1][-1]
 
 

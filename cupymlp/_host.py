@@ -63,6 +63,7 @@ class _Staging:
         self._out = pinned((*shape[:-1], net.network.sizes[-1]), numpy_dtype(net.network.dtype))
         self._arrays = on_device(self._x), on_device(self._out)  # what the graph reads and writes
         self._graph: Any = None
+        self._launch, self._wait = cuda.runtime.graphLaunch, cuda.runtime.streamSynchronize
         # The graph of several launches would keep scratch memory forever.
         if not net.launches_once(self._arrays[0]):
             return
@@ -89,8 +90,8 @@ class _Staging:
     def run(self, x: NDArray[Any], out: NDArray[Any] | None) -> NDArray[Any]:
         """Compute the network of x; returns the result, in out or in a new array."""
         self._x[...] = x
-        self._graph.launch(self._stream)
-        self._stream.synchronize()
+        self._launch(self._graph.graphExec, self._stream.ptr)
+        self._wait(self._stream.ptr)
         if out is None:
             return self._out.copy()  # type: ignore[no-any-return]
         out[...] = self._out

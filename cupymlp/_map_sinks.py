@@ -105,6 +105,9 @@ class _ArraySink:
 
     def write(self, start: int, stop: int, rows: NDArray[Any]) -> None:
         """Copy; NumPy lets other threads run meanwhile."""
+        if self._rows.ndim == 2:
+            self._rows[start:stop] = rows
+            return
         done = 0
         for block in row_blocks(self._rows, start, stop):
             count = math.prod(block.shape[:-1])

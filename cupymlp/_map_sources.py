@@ -89,6 +89,9 @@ class ArraySource:
 
     def read(self, start: int, stop: int, into: NDArray[Any]) -> None:
         """Copy; NumPy lets other threads run meanwhile."""
+        if self._rows.ndim == 2:
+            into[...] = self._rows[start:stop]
+            return
         done = 0
         for block in row_blocks(self._rows, start, stop):
             count = math.prod(block.shape[:-1])

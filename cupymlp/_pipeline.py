@@ -1,47 +1,37 @@
-"""The GPU engine of MLP.map: chunks of rows through pinned memory, with uploads, kernels and downloads side by side.
+"""The GPU engine of MLP.map: chunks of rows through page-locked memory, many at a time.
 
-A chunk passes three stations, in a slot of a ring that has buffers for one chunk::
+A lane is a thread with buffers for one chunk and a stream. It takes the next chunk and does all of it: copies rows of x into
+page-locked memory, has them uploaded, computed and downloaded, waits, and copies the result out. While one lane waits for the
+GPU the others copy, so that the host's cores, both directions of the link and the GPU are busy at once. One thread's copies are
+several times slower than the link; and lanes whose buffers all fit into the last-level cache copy faster than fewer, larger or
+doubled ones (benchmarks/exploration-h200.txt, which also has what was slower: pieces of chunks copied by several threads
+and moved by one, page-locking x and out themselves, the driver's own copies of pageable memory).
 
-    reading   threads copy rows of x into the slot's pinned memory
-    on GPU    upload, kernel, download: three streams, one for each, tied by events
-    writing   threads copy rows out of the slot's pinned memory
-
-One thread's copies are several times slower than the link to the GPU, which carries both ways at once: so several threads copy
-pieces of each chunk, and up to SLOTS chunks are under way. The calling thread alone talks to CUDA and keeps the order: the
+Lanes take chunks in order, and no more once one has failed; the calling thread looks now and then how many are written: the
 rows that are complete are always the first so many.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ._gpu import cupy_or_error
+from ._lanes import Lane, PageLocked, Rows, Shapes
 from ._launch import PackedNet
 from ._map_engine import Job, naming
 from .network import Network, numpy_dtype
 
 __all__ = ["GpuEngine"]
 
-# While a chunk begins to be read, two are being read, two are on the GPU and two are written. Of what was tried with 20 GB
-# on an H200 machine of 16 cores (chunks of 24 to 96 MB, 1 to 8 pieces, 8 to 16 threads) this was the fastest: threads that copy
-# need memory's bandwidth, which the link to the GPU takes a share of, and a few cores are better left to everything else.
-READING, ON_GPU, WRITING = 2, 2, 2
-SLOTS = READING + ON_GPU + WRITING + 1
-PIECES = 4  # of a chunk
-MOST_THREADS, SPARE_CORES = 12, 4
-PIECE_BYTES = 1 << 20  # at least: a thread is not woken for less
+MOST_LANES, LEAST_LANES = 16, 4  # between them: one a core
+MOST_BUFFER_BYTES = 1792 << 20  # of all lanes, in page-locked memory and on the GPU
+LOOK_SECONDS = 0.02  # how often the calling thread looks what is complete
 _CUDA_OUT_OF_MEMORY = 2  # the status of the runtime's and of the driver's error alike
 
 
@@ -61,7 +51,7 @@ class GpuEngine:
         If the current stream captures a CUDA graph, which cannot hold copies by the host.
     """
 
-    chunk_bytes = 24 << 20  # SLOTS of them, in pinned memory and on the GPU
+    chunk_bytes = 9 << 20
     most_bytes = 256 << 20
     device = "GPU"
 
@@ -86,65 +76,66 @@ class GpuEngine:
             raise
 
     def _run(self, job: Job, first: tuple[int, int]) -> None:
-        device_id = self._cupy.cuda.runtime.getDevice()
-        with _borrowed_streams(self._cupy, device_id) as streams, contextlib.ExitStack() as at_end:
+        # The longest chunk: on the grid, none has more than job.rows.
+        rows = min(job.rows, job.total - job.start)
+        k, n = self._network.sizes[0], self._network.sizes[-1]
+        shapes = Shapes(rows, k, n, job.source.dtype, numpy_dtype(self._network.dtype))
+        cores = len(os.sched_getaffinity(0))
+        chunks = -(-(job.total - job.start) // job.rows) + 1  # at most
+        count = _lane_count(cores, shapes.bytes, chunks)
+        with _borrowed_streams(self._cupy, count + 1) as streams, contextlib.ExitStack() as at_end:
             with naming("making room for", *first):
-                # The longest chunk: on the grid, none has more than job.rows.
-                rows = min(job.rows, job.total - job.start)
-                count = min(SLOTS, -(-(job.total - job.start) // job.rows) + 1)
-                slots = [_Slot() for _ in range(count)]
-                at_end.callback(_free, slots)
-                for slot in slots:
-                    slot.allocate(self._cupy, self._network, rows, job.source.dtype)
+                lanes: list[Lane] = []
+                at_end.callback(_free, lanes)
+                memory = at_end.enter_context(PageLocked(self._cupy, shapes.bytes * count))
+                for i in range(count):
+                    host = memory.take(shapes.bytes * i, shapes.bytes * (i + 1))
+                    # The thread sleeps while it waits if others want its core.
+                    event = self._cupy.cuda.Event(block=cores < MOST_LANES, disable_timing=True)
+                    lanes.append(Lane(self._cupy, shapes, host, streams[i], event))
                 # Memory of the pool may still be in use by what is queued on the current stream, and so may x.
                 self._cupy.cuda.get_current_stream().synchronize()
             at_end.enter_context(_Quiet(self._cupy, streams))
-            threads = at_end.enter_context(_Threads())
-            _Conveyor(self._cupy, self._net, job, streams, slots, threads).run()
+            with _Work(self._cupy, self._net, job, lanes, streams[-1]) as work:
+                work.run()
 
     def out_of_memory(self, error: BaseException | None) -> bool:
-        """Whether CuPy, CUDA or NumPy got no memory: on the device, or pinned."""
+        """Whether CuPy, CUDA or NumPy got no memory: on the device, or page-locked."""
         cuda = self._cupy.cuda
         if isinstance(error, cuda.runtime.CUDARuntimeError | cuda.driver.CUDADriverError):
             return bool(error.status == _CUDA_OUT_OF_MEMORY)
         return isinstance(error, cuda.memory.OutOfMemoryError | MemoryError)
 
 
+def _lane_count(cores: int, lane_bytes: int, chunks: int) -> int:
+    most = max(1, MOST_BUFFER_BYTES // lane_bytes)
+    return min(MOST_LANES, max(LEAST_LANES, cores), most, chunks)
+
+
 # --- Streams ----------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class _Streams:
-    """One for each direction and one for kernels: what is in one stream runs in order, the three run side by side."""
-
-    upload: Any
-    compute: Any
-    download: Any
-
-
-# Streams are used again: a plan of several launches keeps scratch memory for each stream that it ever ran on.
-_idle: dict[int, list[_Streams]] = {}
+_idle: dict[int, list[Any]] = {}  # streams of each device: making one takes longer than a chunk
 _idle_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _borrowed_streams(cupy: Any, device_id: int) -> Iterator[_Streams]:
+def _borrowed_streams(cupy: Any, count: int) -> Iterator[list[Any]]:
+    device_id = cupy.cuda.runtime.getDevice()
     with _idle_lock:
         idle = _idle.setdefault(device_id, [])
-        streams = idle.pop() if idle else None
-    if streams is None:
-        streams = _Streams(*(cupy.cuda.Stream(non_blocking=True) for _ in range(3)))
+        streams = [idle.pop() for _ in range(min(count, len(idle)))]
+    streams += [cupy.cuda.Stream(non_blocking=True) for _ in range(count - len(streams))]
     try:
         yield streams
     finally:
         with _idle_lock:
-            idle.append(streams)
+            idle.extend(reversed(streams))  # so that the next map's streams are in the same places
 
 
 class _Quiet:
-    """At the end, however it comes, nothing on the GPU reads or writes a slot any more."""
+    """At the end, however it comes, nothing on the GPU reads or writes a lane's buffers any more."""
 
-    def __init__(self, cupy: Any, streams: _Streams) -> None:
+    def __init__(self, cupy: Any, streams: list[Any]) -> None:
         self._error = cupy.cuda.runtime.CUDARuntimeError
         self._streams = streams
 
@@ -153,7 +144,7 @@ class _Quiet:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         with contextlib.ExitStack() as stack:  # a second Ctrl-C must not keep the other streams from being waited for
-            for stream in (self._streams.upload, self._streams.compute, self._streams.download):
+            for stream in self._streams:
                 stack.callback(self._wait, stream, failed=error is not None)
 
     def _wait(self, stream: Any, failed: bool) -> None:
@@ -162,198 +153,182 @@ class _Quiet:
             stream.synchronize()
 
 
-# --- Slots ------------------------------------------------------------------------------------------------------------
-
-
-class _Slot:
-    """Buffers for one chunk, and the events of its way."""
-
-    def __init__(self) -> None:
-        self.host_x: Any
-        self.host_y: Any
-        self.x: Any
-        self.y: Any
-        self.uploaded: Any
-        self.computed: Any
-        self.downloaded: Any
-        self.free()
-
-    def allocate(self, cupy: Any, network: Network, rows: int, x_dtype: np.dtype[Any]) -> None:
-        """Take the memory: pinned on the host, and on the device from CuPy's current allocator."""
-        out_dtype = numpy_dtype(network.dtype)
-        k, n = network.sizes[0], network.sizes[-1]
-        self.host_x, self.host_y = _pinned(cupy, (rows, k), x_dtype), _pinned(cupy, (rows, n), out_dtype)
-        self.x, self.y = _on_device(cupy, (rows, k), x_dtype), _on_device(cupy, (rows, n), out_dtype)
-        self.uploaded, self.computed, self.downloaded = (
-            # The host sleeps while it waits: its cores are wanted for copies.
-            cupy.cuda.Event(block=True, disable_timing=True)
-            for _ in range(3)
-        )
-
-    def free(self) -> None:
-        """Let go of everything, whoever still holds the slot (an exception's traceback may)."""
-        self.host_x = self.host_y = self.x = self.y = self.uploaded = self.computed = self.downloaded = None
-
-
-def _free(slots: list[_Slot]) -> None:
-    for slot in slots:
-        slot.free()
+def _free(lanes: list[Lane]) -> None:
+    for lane in lanes:
+        lane.free()
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear the frames that an error remembers: pinned memory must not live as long as somebody keeps the error."""
+    """Clear the frames that an error remembers: buffers must not live as long as somebody keeps the error."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
 
 
-def _bytes_of(shape: tuple[int, int], dtype: np.dtype[Any]) -> int:
-    return max(1, shape[0] * shape[1] * dtype.itemsize)
+# --- What takes one call at a time -----------------------------------------------------------------------------------
 
 
-def _pinned(cupy: Any, shape: tuple[int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Pinned memory of its own: CuPy's pool would keep it."""
-    memory = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(_bytes_of(shape, dtype)), 0)
-    flat = np.frombuffer(memory, np.uint8)
-    return flat[: shape[0] * shape[1] * dtype.itemsize].view(dtype).reshape(shape)
+class _StoppedError(Exception):
+    """An earlier chunk failed. Nobody sees it: the earlier chunk's error is the one that is raised."""
 
 
-def _on_device(cupy: Any, shape: tuple[int, int], dtype: np.dtype[Any]) -> Any:
-    return cupy.ndarray(shape, dtype, memptr=cupy.cuda.alloc(_bytes_of(shape, dtype)))
+class _InOrder:
+    """Calls one at a time, in the order of the chunks' numbers, from one thread: chunks must begin in that order."""
 
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._turn, self._failed = 0, float("inf")
+        self._condition = threading.Condition()
 
-# --- Threads ----------------------------------------------------------------------------------------------------------
+    def call(self, number: int, function: Callable[..., None], *arguments: Any) -> None:
+        """Wait for the chunk's turn, and for the call."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._turn == number or number > self._failed)
+            if number > self._failed:
+                raise _StoppedError
+        self._thread.submit(function, *arguments).result()
+        with self._condition:
+            self._turn += 1
+            self._condition.notify_all()
 
+    def stop_after(self, number: int) -> None:
+        """A chunk failed: later ones must not wait for it."""
+        with self._condition:
+            self._failed = min(self._failed, number)
+            self._condition.notify_all()
 
-class _Threads:
-    """Threads that copy. At the end, however it comes, none of them copies any more."""
-
-    def __init__(self) -> None:
-        count = max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) - SPARE_CORES))
-        self.parallel = ThreadPoolExecutor(count, "cupymlp-copy")
-        # What takes one call at a time gets its calls in order, from one thread.
-        self.reader = ThreadPoolExecutor(1, "cupymlp-read")
-        self.writer = ThreadPoolExecutor(1, "cupymlp-write")
-
-    def __enter__(self) -> _Threads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.ExitStack() as stack:
-            for pool in (self.parallel, self.reader, self.writer):
-                stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-
-
-def _pieces(start: int, stop: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of rows of about equal length for the threads."""
-    rows = stop - start
-    count = max(1, min(PIECES, rows, rows * row_bytes // PIECE_BYTES))
-    edges = [start + rows * i // count for i in range(count + 1)]
-    return list(itertools.pairwise(edges))
+    def close(self) -> None:
+        """Wait for the thread."""
+        self._thread.shutdown()
 
 
 # --- The chunks' way --------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Flight:
-    """A chunk in its slot."""
+class _Work:
+    """The lanes' threads, and the chunks of a job. At the end, however it comes, no thread copies any more."""
 
-    slot: _Slot
-    start: int
-    stop: int
-    copies: list[Future[None]] = field(default_factory=list)
+    def __init__(self, cupy: Any, net: PackedNet, job: Job, lanes: list[Lane], one_stream: Any) -> None:
+        self._cupy, self._net, self._job = cupy, net, job
+        self._one_stream = one_stream
+        self._once: dict[int, bool] = {}  # whether a chunk of so many rows is one launch
+        self._device = cupy.cuda.Device(cupy.cuda.runtime.getDevice())
+        self._chunks = enumerate(job.chunks())
+        self._lock = threading.Lock()  # of the chunks, and of what follows
+        self._stopped = False
+        self._done: set[int] = set()  # chunks that are written and not committed
+        self._errors: dict[int, BaseException] = {}
+        self._left = threading.Semaphore(0)  # one for each thread that has ended
+        self._threads = [
+            threading.Thread(target=self._run_lane, args=[lane], name="cupymlp-map", daemon=True) for lane in lanes
+        ]
+        self._one_thread = ThreadPoolExecutor(1, "cupymlp-compute", self._device.use)
+        self._reads, self._writes = _InOrder("cupymlp-read"), _InOrder("cupymlp-write")
 
-    def wait(self) -> None:
-        """Until the copies are done; raises what one of them raised."""
-        copies, self.copies = self.copies, []
-        for copy in copies:
-            copy.result()
+    def __enter__(self) -> _Work:
+        return self
 
-
-class _Conveyor:
-    """Takes the chunks of a job through the slots, in order."""
-
-    def __init__(
-        self, cupy: Any, net: PackedNet, job: Job, streams: _Streams, slots: list[_Slot], threads: _Threads
-    ) -> None:
-        self._cupy, self._net, self._job, self._streams = cupy, net, job, streams
-        self._threads = threads
-        self._idle = deque(slots)
-        self._reading: deque[_Flight] = deque()
-        self._on_gpu: deque[_Flight] = deque()
-        self._writing: deque[_Flight] = deque()
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        with contextlib.ExitStack() as stack:  # in the opposite order
+            for close in (self._one_thread.shutdown, self._reads.close, self._writes.close):
+                stack.callback(close)
+            for thread in self._threads:
+                if thread.ident is not None:  # it was started
+                    stack.callback(thread.join)
 
     def run(self) -> None:
-        """Until every chunk is written."""
-        for start, stop in self._job.chunks():
-            if not self._idle:  # fewer slots than SLOTS, for fewer chunks
-                self._advance(0, 0, 0)
-            self._begin(_Flight(self._idle.popleft(), start, stop))
-            self._advance(READING, ON_GPU, WRITING)
-        self._advance(0, 0, 0)
+        """Until every chunk is written, or one has failed and those before it are written."""
+        for thread in self._threads:
+            thread.start()
+        ends = (stop for _, stop in self._job.chunks())
+        committed, running = 0, len(self._threads)
+        while running or committed in self._done:
+            # Seldom: to be woken for every chunk would take the interpreter from the lanes, again and again.
+            if running and self._left.acquire(timeout=LOOK_SECONDS):
+                running -= 1
+            while committed in self._done:
+                self._done.remove(committed)
+                committed += 1
+                self._job.commit(next(ends))
+        if self._errors:
+            raise self._errors[min(self._errors)]
 
-    def _advance(self, reading: int, on_gpu: int, writing: int) -> None:
-        """Move chunks on until no more than so many are left in each station."""
-        while len(self._reading) > reading:
-            self._launch(self._reading.popleft())
-        while len(self._on_gpu) > on_gpu:
-            self._fetch(self._on_gpu.popleft())
-        while len(self._writing) > writing:
-            self._commit(self._writing.popleft())
+    def _run_lane(self, lane: Lane) -> None:
+        """In a thread: take chunks, until there are none or one has failed."""
+        try:
+            self._device.use()
+            with lane.stream:
+                while not self._stopped:
+                    with self._lock:
+                        number, (start, stop) = next(self._chunks, (0, (0, 0)))
+                    if start == stop:
+                        return
+                    try:
+                        self._chunk(lane, number, start, stop)
+                    except BaseException as error:  # to be raised where map was called
+                        self._errors[number] = error
+                        self._stopped = True
+                        self._reads.stop_after(number)
+                        self._writes.stop_after(number)
+                        return
+                    self._done.add(number)
+        finally:
+            self._left.release()
 
-    def _begin(self, flight: _Flight) -> None:
-        source, buffer = self._job.source, flight.slot.host_x
-        self._copy(flight, source.read, source.parallel, self._threads.reader, buffer)
-        self._reading.append(flight)
+    def _chunk(self, lane: Lane, number: int, start: int, stop: int) -> None:
+        """All of a chunk."""
+        source, sink = self._job.source, self._job.sink
+        with naming("reading", start, stop):
+            rows = lane.rows(stop - start)
+            if source.parallel:
+                source.read(start, stop, rows.host_x)
+            else:
+                self._reads.call(number, source.read, start, stop, rows.host_x)
+        with naming("computing", start, stop):
+            self._compute(lane, rows, stop - start)
+        with naming("writing", start, stop):
+            if sink.parallel:
+                sink.write(start, stop, rows.host_y)
+            else:
+                self._writes.call(number, sink.write, start, stop, rows.host_y)
 
-    def _launch(self, flight: _Flight) -> None:
-        slot, count, streams = flight.slot, flight.stop - flight.start, self._streams
-        runtime = self._cupy.cuda.runtime
-        with naming("reading", flight.start, flight.stop):
-            flight.wait()
-        with naming("computing", flight.start, flight.stop):
-            x, y = slot.x[:count], slot.y[:count]
-            host_x, host_y = slot.host_x[:count], slot.host_y[:count]
-            upload = (x.data.ptr, host_x.ctypes.data, x.nbytes, runtime.memcpyHostToDevice, streams.upload.ptr)
-            download = (host_y.ctypes.data, y.data.ptr, y.nbytes, runtime.memcpyDeviceToHost, streams.download.ptr)
-            if x.nbytes:
-                runtime.memcpyAsync(*upload)
-            slot.uploaded.record(streams.upload)
-            streams.compute.wait_event(slot.uploaded)
-            with streams.compute:
-                self._net(x, y)
-            slot.computed.record(streams.compute)
-            streams.download.wait_event(slot.computed)
-            runtime.memcpyAsync(*download)
-            slot.downloaded.record(streams.download)
-        self._on_gpu.append(flight)
+    def _compute(self, lane: Lane, rows: Rows, count: int) -> None:
+        """Upload, compute and download; returns when the result is there."""
+        stream = lane.stream  # this thread's current one
+        if rows.graph is not None:
+            self._cupy.cuda.runtime.graphLaunch(rows.graph.graphExec, stream.ptr)
+        else:
+            once = self._once.get(count)
+            if once is None:
+                once = self._once[count] = self._net.launches_once(rows.x)
+            self._queue(lane, rows, once)
+            if once:
+                # One call of CUDA for each chunk instead of three, for which threads wait for each other.
+                stream.synchronize()
+                stream.begin_capture()
+                try:
+                    self._queue(lane, rows, once)
+                finally:
+                    rows.graph = stream.end_capture()
+        lane.done.record(stream)
+        lane.done.synchronize()
 
-    def _fetch(self, flight: _Flight) -> None:
-        with naming("computing", flight.start, flight.stop):
-            flight.slot.downloaded.synchronize()
-        sink = self._job.sink
-        self._copy(flight, sink.write, sink.parallel, self._threads.writer, flight.slot.host_y)
-        self._writing.append(flight)
+    def _queue(self, lane: Lane, rows: Rows, once: bool) -> None:
+        copy = self._cupy.cuda.runtime.memcpyAsync
+        if rows.x.size:
+            copy(*rows.upload)
+        if once:
+            self._net(rows.x, rows.y)
+        else:
+            self._one_thread.submit(self._compute_in_one, lane, rows.x, rows.y).result()
+        copy(*rows.download)
 
-    def _commit(self, flight: _Flight) -> None:
-        with naming("writing", flight.start, flight.stop):
-            flight.wait()
-        self._idle.append(flight.slot)
-        self._job.commit(flight.stop)
-
-    def _copy(
-        self,
-        flight: _Flight,
-        copy: Callable[[int, int, NDArray[Any]], None],
-        parallel: bool,
-        alone: ThreadPoolExecutor,
-        buffer: NDArray[Any],
-    ) -> None:
-        """Have threads copy a chunk's rows between x or out and its buffer."""
-        start, stop = flight.start, flight.stop
-        row_bytes = buffer.shape[1] * buffer.itemsize
-        pool, pieces = (
-            (self._threads.parallel, _pieces(start, stop, row_bytes)) if parallel else (alone, [(start, stop)])
-        )
-        flight.copies = [pool.submit(copy, a, b, buffer[a - start : b - start]) for a, b in pieces]
+    def _compute_in_one(self, lane: Lane, x: Any, y: Any) -> None:
+        """From one thread to one stream: cuBLAS keeps memory for each thread, and several launches for each stream."""
+        lane.done.record(lane.stream)
+        self._one_stream.wait_event(lane.done)
+        with self._one_stream:
+            self._net(x, y)
+        lane.done.record(self._one_stream)
+        lane.stream.wait_event(lane.done)

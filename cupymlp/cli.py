@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="go on from where a run that stopped has come; from the beginning if there is none",
     )
-    run.add_argument("--rows", type=int, help="of a chunk, at most; default: about 24 MB on the GPU, 4 MB on the CPU")
+    run.add_argument("--rows", type=int, help="of a chunk, at most; default: about 9 MB on the GPU, 4 MB on the CPU")
     run.add_argument("--quiet", action="store_true", help="show no progress")
     of_file(run)
     run.add_argument("--schedule", choices=tuple(SCHEDULES), help="force this one on the GPU")

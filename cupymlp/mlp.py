@@ -293,8 +293,8 @@ class MLP(Model):
     ) -> Any:
         """The network of an x that is larger than the GPU, or than memory: chunk by chunk, from and to arrays and files.
 
-        Chunks of rows go through pinned memory to the GPU and back, while others are read and written. It takes less than 2 GB
-        of host memory, and of GPU memory, beside x and out, whatever their size. A row is one vector of features: an x
+        Chunks of rows go through page-locked memory to the GPU and back, while others are read and written. It takes less than
+        2 GB of host memory, and of GPU memory, beside x and out, whatever their size. A row is one vector of features: an x
         (A, B, K) has A * B of them.
 
         Parameters
@@ -308,7 +308,7 @@ class MLP(Model):
             which shares no memory with x. A path that ends in ``.npy`` or ``.zarr``: written as ``<path>.part`` beside it,
             and renamed when all of it is there.
         rows
-            How many rows a chunk has, at most. None: about 24 MB of x and out on the GPU, 4 MB on the CPU. Where zarr's chunks
+            How many rows a chunk has, at most. None: about 9 MB of x and out on the GPU, 4 MB on the CPU. Where zarr's chunks
             are not too large, a whole number of them, so that none is written twice. Never more than 256 MB.
         progress
             Called as ``progress(done, total)``, in rows, at the beginning and after every chunk. True: a bar on stderr, if rich

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import numpy as np
@@ -17,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lazy_cupy import LazyCupy
-from support import CANONICAL, random_net, unavailable
+from support import random_net, unavailable
 
-from cupymlp import MLP, _map, _map_engine, _map_part, _map_paths, _map_sinks, _map_sources, _pipeline, cli
+from cupymlp import _map, _map_engine, _map_part, _map_paths, _map_sinks, _map_sources, _pipeline, cli
 from cupymlp._map import MapError, MapInterrupted, chunk_rows, run_map, smaller
 from cupymlp._map_engine import CpuEngine
 from cupymlp.cpu import run_cpu
@@ -748,14 +749,15 @@ def test_exit_statuses_of_a_run_that_stops(tmp_path, net, x, monkeypatch, capsys
 # --- The pipeline, on a stand-in for CuPy whose streams put off their work ------------------------------------------------
 
 
-def gpu_engine(monkeypatch, net, cupy, compute=None):
+def gpu_engine(monkeypatch, net, cupy, compute=None, launches_once=True):
     monkeypatch.setattr(_pipeline, "cupy_or_error", lambda _: cupy)
     monkeypatch.setattr(_pipeline, "_idle", {})
+    monkeypatch.setattr(_pipeline, "MOST_LANES", 4)  # on every machine
 
     def run(x, y):
         run_cpu(net.network, net.weights, net.biases, x, y)
 
-    return _pipeline.GpuEngine(cupy.net(compute or run), net.network)
+    return _pipeline.GpuEngine(cupy.net(compute or run, launches_once), net.network)
 
 
 def through(engine, net, x, out=None, **options):
@@ -766,70 +768,88 @@ def through(engine, net, x, out=None, **options):
 @pytest.mark.parametrize("rows", [1, 37, 500, 999, 5000, None])
 def test_the_pipeline_waits_for_what_it_needs(monkeypatch, net, x, rows, seed):
     cupy = LazyCupy(None if seed is None else np.random.default_rng(seed))
-    monkeypatch.setattr(_pipeline, "PIECE_BYTES", 64)
     x = x if rows != 1 else x[:60]
-    seen = []
-    y = through(gpu_engine(monkeypatch, net, cupy), net, x, rows=rows, progress=lambda done, total: seen.append(done))
-    assert_right(net, x, y)
-    assert seen == sorted(set(seen))
+    engine = gpu_engine(monkeypatch, net, cupy, launches_once=seed is None or seed % 2 == 0)
+    idle = []
+    for _ in range(2):
+        seen: list[int] = []
+        y = through(engine, net, x, rows=rows, progress=lambda done, total, seen=seen: seen.append(done))
+        assert_right(net, x, y)
+        assert seen == sorted(set(seen))
+        idle.append(len(_pipeline._idle[0]))  # streams are kept for the next
+    assert idle[0] == idle[1] <= 5
     gc.collect()
     assert not cupy.live
-    assert len(_pipeline._idle[0]) == 1  # the streams are kept for the next
 
 
+@pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize("stage", ["read", "compute", "write", "progress"])
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_the_pipeline_stops_in_order(monkeypatch, net, x, stage, error, tmp_path):
+def test_the_pipeline_stops_in_order(monkeypatch, net, x, stage, error, tmp_path, sliced):
     if stage != "progress" and isinstance(error, KeyboardInterrupt):
         return  # signals reach the main thread only
     cupy, calls = LazyCupy(), iter(range(10**6))
 
+    def breaking(original, at_500):
+        def call(*arguments):
+            if at_500(*arguments):
+                raise error
+            return original(*arguments)
+
+        return call
+
     def run(a, b):
         run_cpu(net.network, net.weights, net.biases, a, b)
 
-    def maybe(function):
-        return failing(function, 5, error)
-
+    source, sink = (
+        (_map_sources._SlicedSource, _map_sinks.SlicedSink)
+        if sliced
+        else (_map_sources.ArraySource, _map_paths._NpySink)
+    )
     if stage == "read":
-        monkeypatch.setattr(_map_sources.ArraySource, "read", maybe(_map_sources.ArraySource.read))
+        monkeypatch.setattr(source, "read", breaking(source.read, lambda _, start, stop, rows: start == 500))
     if stage == "write":
-        monkeypatch.setattr(_map_paths._NpySink, "write", maybe(_map_paths._NpySink.write))
-    engine = gpu_engine(monkeypatch, net, cupy, maybe(run) if stage == "compute" else run)
+        monkeypatch.setattr(sink, "write", breaking(sink.write, lambda _, start, stop, rows: start == 500))
+    if stage == "compute":
+        run = breaking(run, lambda a, b: np.array_equal(a[0], x[500]))
+    engine = gpu_engine(monkeypatch, net, cupy, run)
 
     def progress(done, total):
         if stage == "progress" and next(calls) == 5:
             raise error
 
+    out = Counting(np.zeros((ROWS, 3), "f4")) if sliced else tmp_path / "y.npy"
     with pytest.raises((MapError, MapInterrupted)) as caught:
-        through(engine, net, x, tmp_path / "y.npy", rows=100, progress=progress)
+        through(engine, net, Counting(x) if sliced else x, out, rows=100, progress=progress)
     rows = caught.value.rows
-    assert rows == 500 or (stage in ("read", "compute") and rows in (100, 200, 300, 400))
+    assert rows == 500
     if stage != "progress":
         assert f"{stage.removesuffix('e')}ing rows 500 to 600" in str(caught.value)
     assert caught.value.__cause__ is error
-    partial = np.fromfile(tmp_path / "y.npy.part", "f4", rows * 3, offset=128).reshape(rows, 3)
+    partial = out.array[:rows] if sliced else np.fromfile(f"{out}.part", "f4", rows * 3, offset=128).reshape(rows, 3)
     assert_right(net, x[:rows], partial)
     gc.collect()
     assert not cupy.live  # although the exception is still held
     monkeypatch.undo()
-    net.mlp().map(x, tmp_path / "y.npy", resume=True, device="cpu")
-    assert_right(net, x, np.load(tmp_path / "y.npy"))
+    net.mlp().map(x, out, resume=rows if sliced else True, device="cpu")
+    assert_right(net, x, out.array if sliced else np.load(out))
 
 
-@pytest.mark.parametrize("kind", ["device", "pinned"])
-def test_the_pipeline_takes_smaller_chunks_if_memory_is_short(monkeypatch, net, x, kind):
-    row = _pipeline.SLOTS * 8 * 4  # bytes of all slots' rows of x and y
-    cupy = LazyCupy(**{f"most_{kind}_bytes": 130 * row})
+@pytest.mark.parametrize(("kind", "most"), [("device", 4 * 150 * 8 * 4), ("pinned", 4 * 8192)])
+def test_the_pipeline_takes_smaller_chunks_if_memory_is_short(monkeypatch, net, x, kind, most):
+    cupy = LazyCupy(**{f"most_{kind}_bytes": most})
     seen = []
     y = through(gpu_engine(monkeypatch, net, cupy), net, x, rows=600, progress=lambda done, total: seen.append(done))
     assert_right(net, x, y)
-    assert 0 < seen[1] <= 150
+    assert 0 < seen[1] <= 256
 
 
 def test_out_of_memory_on_the_way_goes_on_where_it_was(monkeypatch, net, x):
     cupy = LazyCupy()
     engine = gpu_engine(monkeypatch, net, cupy)
-    engine._net = failing(engine._net, 4, cupy.cuda.memory.OutOfMemoryError("scratch"))
+    launches_once = engine._net.launches_once
+    engine._net = failing(engine._net, 1, cupy.cuda.memory.OutOfMemoryError("scratch"))
+    engine._net.launches_once = launches_once
     seen = []
     y = through(engine, net, x, rows=200, progress=lambda done, total: seen.append(done))
     assert_right(net, x, y)
@@ -849,46 +869,70 @@ def test_no_memory_at_all_says_what_to_do(monkeypatch, net, x):
 
 def test_a_capture_is_refused(monkeypatch, net):
     cupy = LazyCupy()
-    cupy.current.is_capturing = lambda: True
+    cupy.null.is_capturing = lambda: True
     with pytest.raises(RuntimeError, match="captures a CUDA graph"):
         gpu_engine(monkeypatch, net, cupy)
 
 
-def test_pieces_cover_the_rows():
-    for start, stop, size in [(0, 1, 1), (5, 1000, 1 << 20), (7, 19, 1 << 19), (0, 3, 1 << 30)]:
-        pieces = _pipeline._pieces(start, stop, size)
-        assert [a for a, _ in pieces] == [start, *(b for _, b in pieces[:-1])]
-        assert pieces[-1][1] == stop
-        assert len(pieces) <= _pipeline.PIECES
+def test_lanes_copy_side_by_side_and_what_takes_one_call_at_a_time_gets_one(monkeypatch, net, x):
+    """In the order of the rows, and from one thread, whose objects may belong to it."""
+
+    class Watched:
+        def __init__(self):
+            self.busy = self.most = 0
+            self.threads, self.starts = set(), []
+            self.lock = threading.Lock()
+
+        def __call__(self, original):
+            def call(sink_or_source, start, stop, rows):
+                with self.lock:
+                    self.busy += 1
+                    self.most = max(self.most, self.busy)
+                    self.threads.add(threading.get_ident())
+                    self.starts.append(start)
+                time.sleep(0.002)
+                original(sink_or_source, start, stop, rows)
+                with self.lock:
+                    self.busy -= 1
+
+            return call
+
+    for source, sink, wrap in [
+        (_map_sources._SlicedSource, _map_sinks.SlicedSink, Counting),
+        (_map_sources.ArraySource, _map_sinks._ArraySink, lambda array: array),
+    ]:
+        reads, writes, out = Watched(), Watched(), np.zeros((ROWS, 3), "f4")
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "read", reads(source.read))
+            patch.setattr(sink, "write", writes(sink.write))
+            through(gpu_engine(patch, net, LazyCupy()), net, wrap(x), wrap(out), rows=50)
+        assert_right(net, x, out)
+        for watched in (reads, writes):
+            assert sorted(watched.starts) == list(range(0, ROWS, 50))
+            if wrap is Counting:
+                assert watched.most == len(watched.threads) == 1
+                assert watched.starts == sorted(watched.starts)
+            else:
+                assert watched.most > 1
+                assert len(watched.threads) == 4
 
 
-def test_copies_of_a_chunk_run_side_by_side(monkeypatch, net, rng):
-    """Several threads read and write pieces of chunks; a sink that takes one call at a time gets one at a time."""
-    monkeypatch.setattr(_pipeline, "PIECE_BYTES", 64)
-    busy, most = [0], [0]
-
-    class Slow(Counting):
-        def __setitem__(self, index, value):
-            busy[0] += 1
-            most[0] = max(most[0], busy[0])
-            time.sleep(0.001)
-            super().__setitem__(index, value)
-            busy[0] -= 1
-
-    x = rng.standard_normal((ROWS, 5)).astype("f4")
-    out = Slow(np.zeros((ROWS, 3), "f4"))
-    through(gpu_engine(monkeypatch, net, LazyCupy()), net, x, out, rows=50)
-    assert most[0] == 1
-    assert_right(net, x, out.array)
-
-
-def test_the_chunks_are_large_by_default():
+def test_chunks_are_of_a_size_that_lanes_copy_fast():
     class Engine(_pipeline.GpuEngine):
         def __init__(self):
             pass
 
     rows = chunk_rows(2**30, 72 * 4, None, Engine(), 1, 1)
-    assert 16 << 20 <= rows * 72 * 4 <= 64 << 20
+    assert 6 << 20 <= rows * 72 * 4 <= 12 << 20
     assert rows % 128 == 0
-    assert _pipeline.SLOTS * _pipeline.GpuEngine.most_bytes < 2 << 30
-    assert isinstance(random_net(np.random.default_rng(0), CANONICAL).mlp(), MLP)
+
+
+def test_buffers_stay_below_two_gigabytes():
+    """Whatever the rows of a chunk; those of one index of a sliced object have 512 MB at most."""
+    for cores in (1, 2, 8, 64):
+        for size in (4096, 9 << 20, 100 << 20, _pipeline.GpuEngine.most_bytes, 600 << 20):
+            lanes = _pipeline._lane_count(cores, size, 10**6)
+            assert 1 <= lanes <= _pipeline.MOST_LANES
+            assert lanes * size < 2 << 30
+            assert lanes >= min(_pipeline.LEAST_LANES, _pipeline.MOST_BUFFER_BYTES // size)
+    assert _pipeline._lane_count(16, 4096, 3) == 3

@@ -145,7 +145,7 @@ def test_nothing_stays_allocated(cupy, net, x):
     gc.collect()
     assert pool.used_bytes() == used
     assert cupy.get_default_pinned_memory_pool().n_free_blocks() == pinned
-    assert all(len(idle) == 1 for idle in _pipeline._idle.values())
+    assert all(len(idle) <= _pipeline.MOST_LANES + 1 for idle in _pipeline._idle.values())
 
 
 def test_memory_of_an_x_of_a_gigabyte_is_bounded(cupy, rng):
@@ -248,11 +248,11 @@ def test_what_fails_in_the_middle_names_its_rows_and_can_be_gone_on_from(cupy, n
                 _pipeline.PackedNet, "__call__",
                 breaking(_pipeline.PackedNet.__call__, lambda *_: 10_000 * next(calls)),
             )  # fmt: skip
-        with pytest.raises(MapError, match=r"ing rows 100000 to 110000: ZeroDivisionError: broken") as caught:
+        with pytest.raises(MapError, match=r"ing rows \d+ to \d+: ZeroDivisionError: broken") as caught:
             mlp.map(x, out, 10_000)
     rows = caught.value.rows
-    assert rows <= 100_000
-    assert rows % 10_000 == 0
+    assert f"rows {rows} to {rows + 10_000}" in str(caught.value)
+    assert rows == 100_000 or (place == "launch" and rows <= 100_000 and rows % 10_000 == 0)
     want = mlp(x)
     assert same_bits(out[:rows], want[:rows])
     out[rows:] = np.nan
