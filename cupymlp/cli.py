@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ._map import MapError, MapInterrupted
+from .activations import ActivationSpec
 from .bench import command as bench_command
 from .mlp import MLP
 from .network import DTYPES, PRECISIONS
@@ -50,6 +51,14 @@ def _parser() -> argparse.ArgumentParser:
             "--sizes", type=_sizes, default=CANONICAL_SIZES, help="widths of the random network (48,64,40,24)"
         )
         sub.add_argument("--bias", action="store_true", help="give the random network biases")
+        sub.add_argument(
+            "--activation",
+            type=_activation,
+            default="relu",
+            metavar="NAME[:PARAMETER]",
+            help="of its hidden layers (relu)",
+        )
+        sub.add_argument("--out-activation", type=_activation, default="identity", metavar="NAME[:PARAMETER]")
         sub.add_argument("--dtype", default="float32", choices=DTYPES, help="of the random network")
         sub.add_argument("--precision", default="ieee", choices=PRECISIONS, help="of the random network")
         sub.add_argument("--schedule", choices=tuple(SCHEDULES), help="force this one on the GPU")
@@ -97,6 +106,17 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _activation(text: str) -> ActivationSpec:
+    """``gelu``, ``leaky_relu:0.25``; what it may be is checked with the network."""
+    name, colon, parameter = text.partition(":")
+    if not colon:
+        return name
+    try:
+        return name, float(parameter)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} has no number after its colon, as leaky_relu:0.25 has") from None
+
+
 def _network(options: argparse.Namespace) -> MLP:
     if options.file is not None:
         return MLP.load(options.file, schedule=options.schedule)
@@ -108,6 +128,8 @@ def _network(options: argparse.Namespace) -> MLP:
         bias=options.bias,
         dtype=options.dtype,
         precision=options.precision,
+        activation=options.activation,
+        out_activation=options.out_activation,
         schedule=options.schedule,
     )
 
