@@ -97,6 +97,8 @@ def test_the_dtype_can_be_chosen():
     net = MLP.from_onnx(DATA / "c-script-float64.onnx", dtype="float32")
     assert net.dtype == np.float32
     assert np.array_equal(net.weights[0], MLP.from_onnx(DATA / "c-script-float64.onnx").weights[0].astype("f4"))
+    with pytest.raises(TypeError, match="dtype is nonsense; accepted: float16"):
+        MLP.from_onnx(DATA / "c-script-float64.onnx", dtype="nonsense")
     folded = MLP.from_onnx(DATA / "policy-script-float64.onnx", dtype="float32")
     assert worst(folded, EXPECTED["policy-script-float64.x"], EXPECTED["policy-script-float64.y"], folded=True) <= 2
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +134,11 @@ def test_errors_of_writing(tmp_path, rng, monkeypatch):
         net.to_onnx(path)
     net.to_onnx(path, opset=22)
     before = path.read_bytes()
+    for parameter in (1e-60, 1e300):
+        with pytest.raises(
+            ValueError, match=r"the parameter of Elu is 1e.*; ONNX keeps it as float32, which does not hold"
+        ):
+            random_net(rng, (3, 2), "float64", activations=[("elu", parameter)]).mlp().to_onnx(path)
     monkeypatch.setattr("cupymlp.models._onnx.writer.MOST_BYTES", 1 << 20)
     with pytest.raises(
         ValueError, match=r"the network has \d+ bytes; an ONNX file holds less than 1,048,576\. MLP\.save has no limit"
@@ -145,3 +154,20 @@ def test_errors_of_writing(tmp_path, rng, monkeypatch):
         random_net(rng, (5, 6)).mlp().to_onnx(path)
     assert os.listdir(tmp_path) == ["net.onnx"]
     assert path.read_bytes() == before
+
+
+def test_the_documented_example_runs(tmp_path):
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs" / "onnx.md").read_text(), re.DOTALL
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == ["policy.onnx"]

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from ...activations import ActivationSpec
+from ...network import numpy_dtype
 from .. import Found
 from .algebra import Affine, Number, Terms
 from .file import RefusedError, shown
@@ -87,7 +88,7 @@ class Data:
         return (*self.lead, "features" if self.width is None else self.width)
 
 
-def found_layers(last: Layer, activation: ActivationSpec, after: Affine, dtype: DTypeLike | None) -> Found:
+def found_layers(last: Layer, activation: ActivationSpec, after: Affine, dtype: str) -> Found:
     """All layers up to the last, and its activation, with a scale and a shift after that, in an additional layer.
 
     Parameters
@@ -121,7 +122,7 @@ def _back(layer: Base) -> Iterator[Layer]:
         layer = layer.source
 
 
-def _arrays(layer: Layer, dtype: DTypeLike | None) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def _arrays(layer: Layer, dtype: str) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """Weight and bias with all scales and shifts in them."""
     source, before = layer.source, layer.after
     if isinstance(source, Input):
@@ -136,8 +137,8 @@ def _arrays(layer: Layer, dtype: DTypeLike | None) -> tuple[NDArray[Any], NDArra
         if not _is(before.scale, 1) or not _is(layer.scale, 1):
             rows = np.asarray(before.scale, np.float64).reshape(-1, 1)
             weight = weight.astype(np.float64) * rows * layer.scale
-        weight = weight.astype(dtype or weight.dtype)
-        bias = None if bias is None else bias.astype(dtype or weight.dtype)
+        weight = weight.astype(numpy_dtype(dtype), copy=False)
+        bias = None if bias is None else bias.astype(numpy_dtype(dtype), copy=False)
     if not np.isfinite(weight).all() or not (bias is None or np.isfinite(bias).all()):
         raise RefusedError(
             f"the scales and shifts around the weight {shown(layer.tensor)}, folded into it, are more than {weight.dtype} holds"

@@ -25,7 +25,7 @@ _THRESHOLD = 20.0  # where a softplus may be cut off: v is e^-20 off there at mo
 
 
 def _gemm(reader: Reader, node: Node, inputs: list[Value]) -> Data:
-    """Alpha A B + beta C, with A or B transposed first."""
+    """The sum of alpha A B and beta C; A, or B, may be transposed first."""
     alpha, beta = node.number("alpha", 1.0), node.number("beta", 1.0)
     trans_a, trans_b = node.flag("transA"), node.flag("transB")
     node.finish(2, 3)

@@ -269,7 +269,8 @@ class Reader:
         if ACTIVATIONS[found.activation].over_row and not found.after.is_trivial:
             raise node.refuse(f"the output is scaled after {found.activation}, which comes last in an MLP")
         base = folded(result.base, found.before)
-        return found_layers(base, self.spec(found), found.after, self.asked or dtype)  # type: ignore[arg-type]
+        rounded_to = dtype if self.asked is None else "float64"  # which the network rounds to what was asked for
+        return found_layers(base, self.spec(found), found.after, rounded_to)  # type: ignore[arg-type]
 
 
 def _last_uses(nodes: list[Node], chosen: str) -> dict[int, list[str]]:

@@ -78,7 +78,16 @@ def _plain(op: str, **attributes: Any) -> _Way:
 
 
 def _with_alpha(op: str) -> _Way:
-    return lambda b, v, alpha: b.node(op, v, alpha=alpha)
+    def way(b: _Builder, v: str, alpha: float) -> str:
+        name = b.node(op, v, alpha=0.0)
+        with np.errstate(over="ignore"):
+            rounded = float(np.float32(alpha))
+        if not math.isfinite(rounded) or (rounded == 0) != (alpha == 0):
+            raise ValueError(f"the parameter of {op} is {alpha!r}; ONNX keeps it as float32, which does not hold that")
+        b.nodes[-1].attribute[0].f = rounded
+        return name
+
+    return way
 
 
 def _celu(b: _Builder, v: str, alpha: float) -> str:
