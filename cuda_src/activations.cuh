@@ -23,7 +23,7 @@ __device__ __forceinline__ T at_most(T v, T high) { return v > high ? high : v; 
 __device__ __forceinline__ T hard_sigmoid(T v) { return product(at_most(at_least(add(v, T(3)), T(0)), T(6)), T(1.0 / 6)); }
 
 // CUDA's sinf reduces large arguments in local memory, by code that must not be there for every number of a lane.
-__device__ __noinline__ float sine_of_large(float v) { return sinf(v); }
+__device__ __noinline__ inline float sine_of_large(float v) { return sinf(v); }
 
 // sin v = +-sin r or +-cos r, v = r + k pi / 2: k up to 2^20, whose products with the first part of pi / 2 leave an exact
 // difference. Both are b + b r^2 P(r^2), b = r or 1, with P interpolated at four of Chebyshev's points: off by less than 2 ulp.

@@ -181,4 +181,4 @@ def parsed_activation(text: str) -> ActivationSpec:
     try:
         return name, float(parameter)
     except ValueError:
-        raise ValueError(f"{parameter!r} in {text!r} is no number; accepted: as in 'leaky_relu:0.25'") from None
+        raise ValueError(f"{text!r} has no number after its colon, as leaky_relu:0.25 has") from None

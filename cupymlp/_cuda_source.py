@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from ._pack import pack
 from ._source import kernel_source, without_line_directives
+from .activations import activation_of
 from .network import Network
-from .plan import CONTIGUOUS, VECTOR_BYTES, compute_itemsize, network_options, packed_bytes, vectors
+from .plan import CONTIGUOUS, VECTOR_BYTES, compute_itemsize, held_widths, network_options, packed_bytes, vectors
 
 __all__ = ["device_function", "packed"]
 
@@ -89,7 +90,7 @@ def _check(network: Network, name: str, where: str) -> None:
 
 def _local_bytes(network: Network) -> int:
     """Of the two arrays in thread_row."""
-    groups = sum(max(1, *(vectors(network, n) for n in network.sizes[p:-1:2]), 0) for p in (0, 1))
+    groups = sum(max([1, *(vectors(network, n) for n in held_widths(network)[parity::2])]) for parity in (0, 1))
     return groups * VECTOR_BYTES // network.itemsize * compute_itemsize(network)
 
 
@@ -114,13 +115,21 @@ def _header(network: Network, name: str, where: str, version: str) -> str:
             "any memory."
         ]
     lines += [
-        "The bits are those of the MLP on a GPU"
-        + (", schedules row, tile and layer" if network.itemsize == 2 else "")
-        + ", whatever the compiler's options for floating-point numbers.",
+        *_bits(network),
         "",
         "C++17, for nvcc, NVRTC and CuPy's RawKernel and RawModule. Needs no header; put it before macros of your own.",
     ]
     return "\n".join(f"// {line}".rstrip() for line in lines)
+
+
+def _bits(network: Network) -> list[str]:
+    of = "the MLP on a GPU" + (", schedules row, tile and layer" if network.itemsize == 2 else "")
+    if all(activation_of(activation).exact for activation in network.activations):
+        return [f"The bits are those of {of}, whatever the compiler's options for floating-point numbers."]
+    return [
+        f"The bits are those of {of}, if the compiler and its options are CuPy's: -ftz=true, and no",
+        "-fmad=false. Others may change the last bits of CUDA's exp, tanh and the like, and --use_fast_math more than these.",
+    ]
 
 
 def _element(network: Network) -> str:

@@ -49,9 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     suffixes = f"that ends in {', '.join(KINDS)}"
 
     def of_file(sub: argparse.ArgumentParser) -> None:
-        activations = "activations, for files that do not name theirs: "
-        sub.add_argument("--activation", metavar="A", help=f"hidden {activations}relu, or leaky_relu:0.2,tanh")
-        sub.add_argument("--out-activation", metavar="A", help=f"output {activations}identity")
+        sub.add_argument(
+            "--activation",
+            metavar="A",
+            help="of the hidden layers, as relu, or leaky_relu:0.2,tanh; default: the file's, a random one's is relu",
+        )
+        sub.add_argument("--out-activation", metavar="A", help="of the output layer; default: the file's, or identity")
         sub.add_argument(
             "--dtype", choices=DTYPES, help="of the network; default: the file's, a random one's is float32"
         )
@@ -129,6 +132,8 @@ def _network(options: argparse.Namespace) -> MLP:
         bias=options.bias,
         dtype=options.dtype or "float32",
         precision=options.precision or "ieee",
+        activation=parsed_activations(options.activation or "relu"),
+        out_activation=parsed_activation(options.out_activation or "identity"),
         schedule=options.schedule,
     )
 

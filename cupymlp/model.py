@@ -518,8 +518,7 @@ class Model:
         """The network as CUDA C++: one ``__device__`` function to call in kernels of your own.
 
         ``void mlp(const float* x, float* y)`` computes one row in the thread that calls it, with the bits of ``net(x)`` on a
-        GPU (in float16 and bfloat16, those of the schedules row, tile and layer), whatever the compiler's options for
-        floating-point numbers.
+        GPU; in float16 and bfloat16, those of the schedules row, tile and layer.
 
         Parameters
         ----------
@@ -543,6 +542,11 @@ class Model:
 
         Notes
         -----
+        No compiler option changes the bits of sums, nor those of activations of single operations: identity, relu, leaky_relu,
+        relu6, softsign, hard_sigmoid, hard_swish, squareplus. The others call CUDA's functions, or leave room for contractions,
+        so for the same bits they want CuPy's options and compiler: ``-ftz=true``, which CuPy adds, and no ``-fmad=false``. With
+        ``--use_fast_math`` those are further off than the error bound says.
+
         It is for kernels that do more with a row than the network does: x and y need not go through memory then. For the rows
         of an array there is ``net(x)``, whose threads share a row's work, or its weights.
 

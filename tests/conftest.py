@@ -18,6 +18,9 @@ settings.register_profile(
 )
 settings.load_profile("cupymlp")
 
+# No tests, and what they import may not be there: --doctest-modules would import them.
+collect_ignore = ["onnx_models.py", "torch_nets.py", "data/make_onnx.py"]
+
 REQUIRE_GPU = os.environ.get("CUPYMLP_REQUIRE_GPU") == "1"
 
 

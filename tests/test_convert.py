@@ -106,7 +106,7 @@ def test_activations_that_a_file_does_not_name(bare, mlp, tmp_path, capsys):
     assert main(capsys, "convert", bare, out, *given)[0] == 0
     assert equal(MLP.load(out), mlp)
     assert main(capsys, "info", bare, "--activation", "silu")[1].count("silu") == 2 + 2
-    assert "no number" in main(capsys, "info", bare, "--activation", "relu:x")[2]
+    assert "has no number after its colon" in main(capsys, "info", bare, "--activation", "relu:x")[2]
     assert "accepted: one of" in main(capsys, "info", bare, "--activation", "relux")[2]
 
 

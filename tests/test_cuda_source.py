@@ -8,13 +8,26 @@ import subprocess
 
 import numpy as np
 import pytest
-from support import CANONICAL, HOST, SANITIZERS, c_loop, compiler, odd_values, random_net, same_bits, unavailable
+from support import (
+    CANONICAL,
+    HOST,
+    SANITIZERS,
+    c_loop,
+    compiler,
+    odd_values,
+    random_net,
+    run_on_host,
+    same_bits,
+    unavailable,
+)
 from support import _has_fma as has_fma
 from support import _sanitizer_works as problem_of_sanitizer
 
 import cupymlp
 from cupymlp._compile import COMPILE_OPTIONS
+from cupymlp.activations import ACTIVATIONS, read_spec
 from cupymlp.network import numpy_dtype
+from cupymlp.reference import error_in_bounds, forward_and_bound
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 C_TYPES = {"float32": "float", "float64": "double", "float16": "unsigned short", "bfloat16": "unsigned short"}
@@ -92,6 +105,10 @@ std::vector<char> bytes_of(const char* name) {
 """
 
 
+# On the host what ptx.cuh has is outside the namespace, where the double functions of these names would hide it.
+STAND_INS = "".join(f"using ::{name};\n" for name in ("divide", "product", "reciprocal", "relu", "square_root"))
+
+
 def on_host(folder, cases):
     """What every network makes of its x, by one program that has all of them."""
     if (problem := problem_of_sanitizer("address+undefined")) is not None:
@@ -99,7 +116,8 @@ def on_host(folder, cases):
     texts, calls = [], []
     for i, (net, x, where) in enumerate(cases):
         name, mlp, type_ = f"net{i}", net.mlp(), C_TYPES[net.network.dtype]
-        texts.append(mlp.cuda_source(name, weights=where))
+        text = mlp.cuda_source(name, weights=where)
+        texts.append(text.replace(f"namespace cupymlp_{name} {{\n", f"namespace cupymlp_{name} {{\n{STAND_INS}"))
         (folder / f"{name}.x").write_bytes(x.tobytes())
         argument = ""
         if where == "pointer":
@@ -137,12 +155,45 @@ def test_bits_equal_the_c_loop_alone_and_in_place(rng, tmp_path):
         assert same_bits(y, c_loop(net, x)), (net.network.describe(), where)
 
 
+HIDDEN = [read_spec("", name, last=False) for name, row in ACTIVATIONS.items() if not row.over_row]
+OVER_ROW = [name for name, row in ACTIVATIONS.items() if row.over_row]
+
+
+def with_every_activation(rng):
+    """A network of a layer for each hidden activation, and networks that end with those of a row: of few features, of many."""
+    weights = {"biases": [True] * len(HIDDEN) + [False], "scale": 1.2}
+    yield random_net(rng, (7,) * (len(HIDDEN) + 2), activations=[*HIDDEN, OVER_ROW[0]], **weights)
+    for dtype, width in (("float64", 1), ("float16", 33), ("float32", 70), ("bfloat16", 32)):
+        for out in OVER_ROW:
+            yield random_net(rng, (9, 12, width), dtype, activations=["silu", out])
+
+
+def test_every_activation(rng, tmp_path):
+    """Within the bound; and of some networks the bits of the row schedule, both by the host's own exp, tanh and the like."""
+    pytest.importorskip("ml_dtypes")
+    cases = []
+    for i, net in enumerate(with_every_activation(rng)):
+        x = rng.standard_normal((ROWS, net.network.sizes[0])).astype(numpy_dtype(net.network.dtype))
+        x[1, 2] = np.inf
+        x[2, 2] = np.nan
+        cases.append((net, x, ("inline", "pointer")[i % 2]))
+    compared = {(cases[0][0].network.sizes, OVER_ROW[0]), ((9, 12, 33), "softmax"), ((9, 12, 70), "log_softmax")}
+    for (net, x, _), y in zip(cases, on_host(tmp_path, cases)):
+        network = net.network
+        assert error_in_bounds(y, *forward_and_bound(network, net.weights, net.biases, x, order="blocks")).max() <= 1
+        if (network.sizes, network.activations[-1]) in compared:
+            compared.remove((network.sizes, network.activations[-1]))
+            assert same_bits(y, run_on_host(net, x)), network.describe()
+            assert not same_bits(y[0], y[3])
+    assert not compared
+
+
 # --- Compilers --------------------------------------------------------------------------------------------------------
 
 
-def user_text(rng, where="inline"):
+def user_text(rng, where="inline", dtypes=DTYPES):
     """A user's file: the canonical network in each dtype, and a kernel for each."""
-    made = [(f"net_{dtype}", random_net(rng, CANONICAL, dtype)) for dtype in DTYPES]
+    made = [(f"net_{dtype}", random_net(rng, CANONICAL, dtype)) for dtype in dtypes]
     texts = [net.mlp().cuda_source(name, weights=where) for name, net in made]
     return "\n".join(texts + [kernel(name, net, where) for name, net in made])
 
@@ -156,16 +207,16 @@ def build(nvrtc, text, *options):
     return program
 
 
-@pytest.mark.parametrize("where", ["inline", "pointer"])
-def test_four_networks_of_one_source_compile_for_every_architecture(nvrtc, rng, where):
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_networks_of_one_source_compile_for_every_architecture(nvrtc, rng, architecture):
+    """All dtypes where compilers differ most."""
     pytest.importorskip("ml_dtypes")
-    text = user_text(rng, where)
-    for architecture in ARCHITECTURES if where == "inline" else ("sm_75", "sm_120"):
-        program = build(nvrtc, text, *COMPILE_OPTIONS, "-ftz=true", f"-arch={architecture}")
-        log = nvrtc.getProgramLog(program)
-        assert "warning" not in log, log
-        assert len(re.findall(r"(\d+) bytes spill stores", log)) == 4
-        assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}, log
+    dtypes = DTYPES if architecture in {"sm_75", "sm_120"} else ("float32", "bfloat16")
+    text = user_text(rng, "pointer" if architecture == "sm_120" else "inline", dtypes)
+    log = nvrtc.getProgramLog(build(nvrtc, text, *COMPILE_OPTIONS, "-ftz=true", f"-arch={architecture}"))
+    assert "warning" not in log, log
+    assert len(re.findall(r"(\d+) bytes spill stores", log)) == len(dtypes)
+    assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}, log
 
 
 def test_no_option_for_floating_point_numbers_changes_the_code(nvrtc, rng):
@@ -190,15 +241,38 @@ def test_macros_do_not_leak(nvrtc, rng):
     assert "#line" not in text
 
 
-def test_nvcc_compiles_it_with_no_header(rng, tmp_path):
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_120"])
+def test_every_activation_compiles(nvrtc, rng, architecture):
+    pytest.importorskip("ml_dtypes")
+    made = [(f"net{i}", net) for i, net in enumerate(with_every_activation(rng)) if i in {0, 1, 4, 5}]
+    text = "\n".join(net.mlp().cuda_source(name) + kernel(name, net, "inline") for name, net in made)
+    log = nvrtc.getProgramLog(build(nvrtc, text, *COMPILE_OPTIONS, "-ftz=true", f"-arch={architecture}"))
+    assert "warning" not in log, log
+    assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}, log
+
+
+def test_activations_of_single_operations_are_told_from_the_others():
+    weights = [np.eye(2, dtype="f4")] * 2
+    for name, row in ACTIVATIONS.items():
+        spec = {"out_activation": name} if row.over_row else {"activation": name}
+        text = cupymlp.MLP(weights, **spec).cuda_source()
+        assert ("whatever the compiler's options" in text) is row.exact
+        assert ("-ftz=true" in text.split("#define")[0]) is not row.exact
+
+
+def test_nvcc_compiles_it_with_no_header_for_two_files_of_one_program(rng, tmp_path):
     pytest.importorskip("ml_dtypes")
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc is installed")
-    half = random_net(rng, (5, 3), "float16")
+    half = random_net(rng, (5, 3), "float16", activations=["sin"])
     texts = ["#include <cuda_fp16.h>\n", user_text(rng), half.mlp().cuda_source("own_type")]
     texts.append(kernel("own_type", half, "inline", "__half"))
-    (tmp_path / "user.cu").write_text("\n".join(texts))
-    command = ["nvcc", "-arch=sm_90", "-cubin", "-Werror", "all-warnings", "user.cu"]
+    texts.append("int main() {}\n")
+    (tmp_path / "one.cu").write_text("\n".join(texts))
+    (tmp_path / "two.cu").write_text(
+        half.mlp().cuda_source("own_type") + kernel("in_two", half, "inline").replace(" in_two(", " own_type(")
+    )
+    command = ["nvcc", "-arch=sm_90", "-rdc=true", "-Werror", "all-warnings", "one.cu", "two.cu", "-o", "program"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[:4000]
 
@@ -279,6 +353,16 @@ def test_bits_of_a_users_kernel_equal_those_of_the_net(rng, case):
     assert same_bits(want, c_loop(net, x))
     for where, grid, block in (("inline", 8, 64), ("pointer", 3, 96)):
         assert same_bits(launch(cupy, net, "mlp", where, cupy.asarray(x), grid, block), want), where
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(9))
+def test_bits_of_every_activation_in_a_users_kernel(rng, case):
+    pytest.importorskip("ml_dtypes")
+    cupy = pytest.importorskip("cupy")
+    net = list(with_every_activation(rng))[case]
+    x = cupy.asarray(odd_values(rng, (300, net.network.sizes[0]), net.network.dtype))
+    assert same_bits(launch(cupy, net, "mlp", "inline", x, 2, 64), net.mlp(schedule="row")(x).get())
 
 
 @pytest.mark.gpu

@@ -231,6 +231,28 @@ def test_the_example_of_keras_runs(tmp_path, monkeypatch):
     exec(code_of("models.md", "from_keras"), names)  # noqa: S102
 
 
+@pytest.mark.parametrize("library", ["flax", "haiku", "equinox"])
+def test_the_examples_of_jax_run(library):
+    jax = pytest.importorskip("jax")
+    module = pytest.importorskip(library)
+    x = np.random.default_rng(0).standard_normal((5, 4), dtype="f4")
+    names = {"cupymlp": cupymlp, "np": np, "jax": jax, "key": jax.random.key(0), "x": x}
+    if library == "flax":
+        nn = pytest.importorskip("flax.linen")
+        names["module"] = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(2)])
+    elif library == "haiku":
+
+        def forward(x):
+            return module.nets.MLP([8, 2])(x)
+
+        names["forward"] = module.without_apply_rng(module.transform(forward))
+    else:
+        names["mlp"] = module.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+    code = code_of("models.md", f"# {library.capitalize()}")
+    exec(code, names)  # noqa: S102
+    assert isinstance(names["net"], cupymlp.MLP)
+
+
 # --- What the pages name ------------------------------------------------------------------------------------------------
 
 

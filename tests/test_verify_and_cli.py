@@ -189,6 +189,16 @@ def test_dtype_precision_and_schedule_on_the_command_line(capsys, dtype, precisi
     assert re.search(f"precision +{precision}", capsys.readouterr().out)
 
 
+def test_activations_on_the_command_line(capsys):
+    options = ["--activation", "leaky_relu:0.25", "--out-activation", "softmax", "--device", "cpu", "--bias"]
+    assert cli.main(["verify", *options]) == 0
+    assert "float32, leaky_relu:0.25 leaky_relu:0.25 softmax, bias" in capsys.readouterr().out
+    assert cli.main(["plan", "--activation", "softmax"]) == 2
+    assert "activation is 'softmax', which the output layer alone takes" in capsys.readouterr().err
+    assert cli.main(["plan", "--activation", "elu:x"]) == 2
+    assert "'elu:x' has no number after its colon, as leaky_relu:0.25 has" in capsys.readouterr().err
+
+
 def test_the_schedule_of_a_saved_net_on_the_command_line(tmp_path, rng, monkeypatch):
     random_net(rng, (7, 5, 3), "float16").mlp().save(tmp_path / "net.npz")
     found = []
