@@ -1,4 +1,7 @@
-"""Importers: other libraries' trained networks, one file a library. None of them imports the library it reads."""
+"""Importers: other libraries' trained networks, one file a library.
+
+None of them imports the library that it reads. The package onnx, which reads a file format, is imported when it is needed.
+"""
 
 from __future__ import annotations
 
