@@ -16,6 +16,7 @@ settings.register_profile(
 )
 settings.load_profile("cupymlp")
 
+collect_ignore_glob = ["data/make_*.py"]  # scripts that import frameworks, which doctest would import
 REQUIRE_GPU = os.environ.get("CUPYMLP_REQUIRE_GPU") == "1"
 
 
