@@ -357,6 +357,8 @@ class Model:
         Notes
         -----
         Nothing in a file is run: layers are known by the names of their classes, and Lambda and custom layers are refused.
+        Files are checked before arrays are read, but HDF5's own library is no match for every file that was made to break it:
+        it can crash, or not return. Read files of strangers in a process of their own, and `save` what comes of them.
 
         Activations have the parameters that the file says, or Keras' own: 0.2 for the function leaky_relu, 0.3 for the layer
         LeakyReLU, alpha 1 for elu and celu. gelu is the one with erf. hard_sigmoid is that of Keras 3; Keras 2 had another,

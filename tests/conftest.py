@@ -19,7 +19,8 @@ settings.register_profile(
 settings.load_profile("cupymlp")
 
 # No tests, and what they import may not be there: --doctest-modules would import them.
-collect_ignore = ["onnx_models.py", "torch_nets.py", "data/make_onnx.py"]
+collect_ignore = ["onnx_models.py", "torch_nets.py"]
+collect_ignore_glob = ["data/make_*.py"]
 
 REQUIRE_GPU = os.environ.get("CUPYMLP_REQUIRE_GPU") == "1"
 

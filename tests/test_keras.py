@@ -825,6 +825,39 @@ def test_broken_hdf5_files_are_clear_errors(edited, name):
     refuses(edited(change), message)
 
 
+@pytest.mark.parametrize("size", [0, 1, 15, 2**64 - 1, 2**64 - 16, 2**63, 4096])
+@pytest.mark.parametrize("which", ["heap", "first", "free"])
+def test_heaps_without_an_end(tmp_path, which, size):
+    """The HDF5 library walks around for ever in some of these."""
+    content = bytearray(FUNCTIONAL.read_bytes())
+    heap = content.find(b"GCOL\x01")
+    at = {"heap": heap + 8, "first": heap + 16 + 8}.get(which)
+    if at is None:
+        at = heap + 16
+        while content[at : at + 2] != b"\0\0":
+            at += 16 + -(-struct.unpack_from("<Q", content, at + 8)[0] // 8) * 8
+        at += 8
+    if struct.unpack_from("<Q", content, at) != (size,):
+        struct.pack_into("<Q", content, at, size)
+        (tmp_path / "bad.h5").write_bytes(content)
+        refuses(tmp_path / "bad.h5", "or it is damaged: .*global heap")
+
+
+def test_files_of_many_heaps_end(tmp_path):
+    """Heap upon heap, each with as many objects as the file has room for: no more than a million steps."""
+    content = FUNCTIONAL.read_bytes() + b"GCOL\x01\0\0\0" + struct.pack("<Q", 1 << 20) + bytes(1 << 10)
+    steps = b"GCOL\x01\0\0\0" + bytes(8)  # an object of index 0x4347 and no size, and a heap, at once
+    (tmp_path / "bad.h5").write_bytes(content + steps * 100_000)
+    refuses(tmp_path / "bad.h5", "a global heap of its HDF5 is damaged")
+
+
+def test_addresses_of_other_widths_are_refused(tmp_path):
+    content = bytearray(FUNCTIONAL.read_bytes())
+    content[13 if content[8] < 2 else 9] = 4
+    (tmp_path / "bad.h5").write_bytes(content)
+    refuses(tmp_path / "bad.h5", "its HDF5 has no superblock at its beginning with addresses of 8 bytes")
+
+
 def test_a_file_as_keras_2_wrote_it(edited):
     """Names end with :0, nodes are lists, the input's shape has another name, slopes and texts are of other kinds."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import os
 import re
 import struct
@@ -30,7 +31,9 @@ from . import check_finite
 __all__ = ["KerasFile", "open_keras", "shown"]
 
 CONFIG, METADATA, WEIGHTS = "config.json", "metadata.json", "model.weights.h5"
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _JSON_BYTES = 16 << 20  # at most: a description of tens of thousands of layers
+_HEAP_OBJECTS = 1_000_000  # at most: a name of a layer or an array is one
 _RATIO = 16  # of a member's size to the archive's, at most: Keras does not compress
 # What zipfile and h5py raise for damaged files.
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError, OverflowError)
@@ -179,11 +182,14 @@ def open_keras(path: str | os.PathLike[str]) -> Iterator[KerasFile]:
         file.seek(0)
         if magic[:4] == b"PK\x03\x04":
             config, version, weights = _unpack(blank, file)
+            _check_heaps(blank, weights)
             with _hdf5_errors(blank):
                 opened = h5py.File(io.BytesIO(weights), "r")
             with opened:
                 yield _Archive(where, config, version, opened)
-        elif magic == b"\x89HDF\r\n\x1a\n":
+        elif magic == HDF5_MAGIC:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                _check_heaps(blank, content)
             with _hdf5_errors(blank):
                 opened = h5py.File(file, "r")
             with opened:
@@ -206,6 +212,32 @@ def _hdf5_errors(keras_file: KerasFile) -> Iterator[None]:
         raise
     except _HDF5_ERRORS as error:
         raise keras_file.wrong(str(error)) from error
+
+
+def _check_heaps(blank: KerasFile, content: bytes | mmap.mmap) -> None:
+    """Raise unless the global heaps, where HDF5 keeps texts, have an end: its library walks around in others for ever.
+
+    A heap begins with GCOL, a version of 1, 3 bytes and its size; its objects with an index, 6 bytes and a size. For index 0,
+    free space, the size includes these 16 bytes; for others it does not, nor what fills them up to a multiple of 8 (HDF5 File
+    Format Specification 3.0, III.E).
+    """
+    widths = content[13:15] if content[8:9] < b"\x02" else content[9:11]  # by the superblock's version
+    if content[:8] != HDF5_MAGIC or widths != b"\x08\x08":
+        raise blank.wrong("its HDF5 has no superblock at its beginning with addresses of 8 bytes, as Keras writes it")
+    steps = 0
+    at = content.find(b"GCOL\x01")
+    while at >= 0:
+        (size,) = struct.unpack("<Q", content[at + 8 : at + 16].ljust(8, b"\xff"))
+        place, end = at + 16, at + size
+        while place + 16 <= end <= len(content):
+            index, length = struct.unpack_from("<H6xQ", content, place)
+            place += length if index == 0 else 16 + -(-length // 8) * 8
+            steps += 1
+            if (index == 0 and length < 16) or steps > _HEAP_OBJECTS:
+                end = -1
+        if not at + 16 <= place <= end <= len(content):
+            raise blank.wrong("a global heap of its HDF5 is damaged")
+        at = content.find(b"GCOL\x01", at + 1)
 
 
 # --- The archive ------------------------------------------------------------------------------------------------------
