@@ -84,7 +84,8 @@ def test_ieee_schedules_have_the_same_bits(cupy, rng, group, dtype):
     activations = [spec_of(name) for name in group]
     net = random_net(rng, (33, *(17, 19, 13)[: len(group) - 1], 5), dtype, activations=activations)
     x = rng.standard_normal((200, 33)).astype(dtype)
-    first, *others = [result(cupy, net.mlp(schedule=schedule), x) for schedule in IEEE]
+    schedules = [schedule for schedule in IEEE if (schedule, dtype, n) != ("tile", "float64", 1000)]  # too large for it
+    first, *others = [result(cupy, net.mlp(schedule=schedule), x) for schedule in schedules]
     assert all(same_bits(first, y) for y in others)
 
 
@@ -145,13 +146,21 @@ def test_limits_and_nan(cupy, name, schedule, dtype, precision):
 # --- softmax --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "dtype", "precision"), WAYS)
-@pytest.mark.parametrize("n", [1, 3, 10, 100, 128, 1000])
+@pytest.mark.parametrize(
+    ("n", "schedule", "dtype", "precision"),
+    # wgmma holds widths up to 128, and all weights of 1000 float64 outputs outgrow a block's shared memory.
+    [
+        (n, *way)
+        for way in WAYS
+        for n in (1, 3, 10, 100, 128, 1000)
+        if n <= 128 or not (way[0] == "wgmma" or way[:2] == ("tile", "float64"))
+    ],
+)
 def test_softmax_in_every_schedule(cupy, rng, n, schedule, dtype, precision):
     name = OVER_ROW[n % 2 if n < 100 else (n // 2) % 2]
     net = random_net(rng, (21, 14, n), dtype, biases=[True, True], activations=["tanh", name], precision=precision)
     if not runs(cupy, net.network, schedule):
-        pytest.skip(f"{schedule} does not run networks that are {n} wide")
+        pytest.skip(f"{schedule} does not run on this GPU")
     x = rng.standard_normal((300, 21)).astype(numpy_dtype(dtype))
     x[200:] = odd_values(rng, (100, 21), dtype)
     mlp = net.mlp(dtype=dtype, schedule=schedule)
@@ -168,7 +177,8 @@ def test_softmax_in_every_schedule(cupy, rng, n, schedule, dtype, precision):
 def test_softmax_of_ieee_schedules_has_the_same_bits(cupy, rng, n, name, dtype):
     net = random_net(rng, (21, n), dtype, biases=[True], activations=[name])
     x = rng.standard_normal((200, 21)).astype(dtype)
-    first, *others = [result(cupy, net.mlp(schedule=schedule), x) for schedule in IEEE]
+    schedules = [schedule for schedule in IEEE if (schedule, dtype, n) != ("tile", "float64", 1000)]  # too large for it
+    first, *others = [result(cupy, net.mlp(schedule=schedule), x) for schedule in schedules]
     assert all(same_bits(first, y) for y in others)
 
 
