@@ -25,7 +25,7 @@ from ._graph import Bound, bind
 from ._host import Host
 from ._launch import PackedNet
 from .cpu import run_cpu
-from .model import Model
+from .interchange import Interchange
 from .network import Network
 from .plan import Plan
 from .schedules import plan_cpu, plan_gpu
@@ -35,7 +35,7 @@ __all__ = ["MLP"]
 SEEN_CALLS = 256  # combinations of shapes and dtypes that an MLP remembers as checked; past that it starts afresh
 
 
-class MLP(Model):
+class MLP(Interchange):
     """A multilayer perceptron with fixed weights, run as one GPU kernel, or on the CPU.
 
     ``h = act(h @ W + b)`` through all layers. The object never changes: it copies its weights when it is made, keeps
