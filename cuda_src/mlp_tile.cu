@@ -250,11 +250,12 @@ __device__ __forceinline__ void softmax_rows(const Piece* slab, Y* y, const Rows
             const T both = add(add(sum[0][e], sum[2][e]), add(sum[1][e], sum[3][e]));
             const RowScale scale = row_scale(largest.v[e], joined(both, [](T a, T b) { return add(a, b); }));
             const int r = row_of(lane.g, p, e);
-            if (r > last) continue;
-            const RowOfY to = row_of_y(y, rows, first_row + r);
+            if (r <= last) {
+                const RowOfY to = row_of_y(y, rows, first_row + r);
 #pragma unroll 1
-            for (int j = lane.column; j < N; j += COLUMN_GROUPS)
-                to.set(j, scale.result(reinterpret_cast<const T*>(slab)[element_at(j, r)]));
+                for (int j = lane.column; j < N; j += COLUMN_GROUPS)
+                    to.set(j, scale.result(reinterpret_cast<const T*>(slab)[element_at(j, r)]));
+            }
         }
     }
 }

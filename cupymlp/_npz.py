@@ -1,6 +1,7 @@
 """MLP.save and MLP.load: one ``.npz`` of plain arrays, without pickle.
 
-The archive holds ``header.npy``, a JSON text with the format version and the description of the network, and
+The archive holds ``header.npy``, a JSON text with the format version and the description of the network (an activation with a
+parameter is a list of its name and that number, which JSON keeps to the bit), and
 ``weight_<layer>.npy`` and ``bias_<layer>.npy``; those of bfloat16 as uint16 with the same bits, since ``.npy`` has no
 bfloat16. Everything that is read is compared with the header before memory is
 taken for it.

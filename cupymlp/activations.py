@@ -1,7 +1,7 @@
 """The activation table: one row an activation, for the kernels, the CPU path, the reference and its error bound alike.
 
-To add one: a row here, and a branch of ``enum class Act`` and ``activate`` in ``cuda_src/activations.cuh``. The planner,
-the importers, the saved files and the tests read this table.
+To add one: a row here, a value of ``enum class Act`` and a branch of ``activation`` in ``cuda_src/activations.cuh``. The
+planner, the importers, the saved files and the tests read this table.
 
 An activation is written as its name, or, where it has a parameter, as ``(name, parameter)``; the name alone means the
 default, which is filled in, so that a `cupymlp.network.Network` always says what it computes. float16 and bfloat16 networks

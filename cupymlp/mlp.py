@@ -64,8 +64,9 @@ class MLP(Interchange):
         float16 and bfloat16 networks round to their dtype once a layer.
 
         - ``"ieee"``: float32 and float64 networks have one order of summation, the same bits for a row whatever the batch
-          size, schedule or GPU. float16 and bfloat16 networks take tensor cores where the planner finds them faster, whose
-          order is their own: last bits may then depend on the batch size; ``schedule`` pins them.
+          size, schedule or GPU; activations with exponentials and their like have those of the GPU. float16 and bfloat16
+          networks take tensor cores where the planner finds them faster, whose order is their own: last bits may then depend
+          on the batch size; ``schedule`` pins them.
         - ``"tf32"`` (float32 networks): tensor cores, the operands of every product rounded to 11 significant bits.
         - ``"split3"`` (float32 networks): each float32 operand is split into a float16 high and low part, after scaling each
           row of activations, and each weight matrix, by a power of two; three tensor-core products make one of float32-grade.
