@@ -131,7 +131,59 @@ def host_table():
         yield line(name, *(shown(times[b]) for b in batches))
 
 
-@pytest.mark.parametrize("table", [canonical_table, nets_table, host_table])
+ACTIVATION_COLUMNS = (
+    ("float32, B=16", "float32", "ieee", 16),
+    ("float32", "float32", "ieee", 2**20),
+    ("tf32", "float32", "tf32", 2**20),
+    ("split3", "float32", "split3", 2**20),
+    ("float16", "float16", "ieee", 2**20),
+)
+
+
+def activations_table():
+    """GPU time of the canonical net with each activation, as a ratio to relu."""
+    ratios = {}
+    for r in measured("activations-h200.json")["rows"]:
+        ratios.setdefault(r["activation"], {})[r["network"].split()[1], r["precision"], r["batch"]] = r["ratio"]
+    yield line("activation", *(name for name, *_ in ACTIVATION_COLUMNS))
+    yield line(*["---"] * (len(ACTIVATION_COLUMNS) + 1))
+    for activation, found in ratios.items():
+        yield line(activation, *(f"{found[tuple(key)]:.2f}" for _, *key in ACTIVATION_COLUMNS))
+
+
+def errors_table():
+    """The largest errors of the activations with their default parameters, in units in the last place."""
+    columns = [(file, computed) for file in ("h200", "cpu") for computed in ("float32", "float64")]
+    rows = {
+        (r["activation"], file, r["computed"]): (r["max ulp for |v| <= 1"], r["max ulp"])
+        for file, computed in columns
+        for r in measured(f"activation-errors-{file}.json")["rows"]
+        if r["computed"] == computed
+    }
+
+    def cell(near, everywhere):
+        return f"{near:.1f}" if everywhere - near < 1 else f"{near:.1f} ({everywhere:.0f})"
+
+    yield line("ulp", "GPU, float32", "GPU, float64", "CPU path, float32", "CPU path, float64")
+    yield line(*["---"] * 5)
+    for row in ACTIVATIONS.values():
+        if not row.over_row:
+            spec = row.name if row.parameter is None else f"{row.name}:{row.parameter.default}"
+            yield line(row.name, *(cell(*rows[spec, *column]) for column in columns))
+
+
+def test_the_errors_of_activations_are_the_committed_ones():
+    assert "\n".join(errors_table()) in PAGES["numbers.md"]
+    worst = 0.0
+    for file in ("cpu", "h200"):
+        rows = measured(f"activation-errors-{file}.json")["rows"]
+        worst = max(worst, *(r["max in bounds"] for r in rows if r["computed"] in ("float32", "float64")))
+        assert {r["activation"].split(":")[0] for r in rows} == {a.name for a in ACTIVATIONS.values() if not a.over_row}
+        assert all(r["max in bounds"] <= 1 for r in rows)
+    assert f"all of it within {worst:.2f} of the bound" in " ".join(PAGES["numbers.md"].split())
+
+
+@pytest.mark.parametrize("table", [canonical_table, nets_table, host_table, activations_table])
 def test_tables_are_the_committed_measurements(table):
     assert "\n".join(table()) in PERFORMANCE
 
@@ -158,9 +210,10 @@ def test_the_sentences_between_the_tables_have_committed_figures():
     assert f"Of {len(ratios)} cases in both files" in text
     assert f"fastest one in {sum(r <= 1.05 for r in ratios)}, and at worst took {max(ratios):.2f} times as long" in text
 
-    link, mapped = measured("map-h200.json")["rows"]
+    link, mapped, from_map, from_path = measured("map-h200.json")["rows"]
     assert f"{mapped['x_bytes'] / 1e9:.0f} GB of float32 rows" in text
     assert f"took {mapped['seconds']['median']:.2f} s: {mapped['of_link']:.2f} of what the link" in text
+    assert f"memory map {from_map['of_link']:.2f}, by the file's path {from_path['of_link']:.2f}" in text
     assert mapped["of_link"] == pytest.approx(
         mapped["x_bytes"] / mapped["seconds"]["median"] / link["x_bytes_per_second"], abs=0.001
     )
