@@ -1,4 +1,7 @@
-"""GPU tests are skipped where there is no GPU. With CUPYMLP_REQUIRE_GPU=1 a GPU test that is skipped has failed."""
+"""GPU tests are skipped where there is no GPU. With CUPYMLP_REQUIRE_GPU=1 a GPU test that is skipped has failed.
+
+So has, with CUPYMLP_REQUIRE_FRAMEWORKS=1, a test that is skipped because a package cannot be imported.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ collect_ignore = ["onnx_models.py", "torch_nets.py"]
 collect_ignore_glob = ["data/make_*.py"]
 
 REQUIRE_GPU = os.environ.get("CUPYMLP_REQUIRE_GPU") == "1"
+REQUIRE_FRAMEWORKS = os.environ.get("CUPYMLP_REQUIRE_FRAMEWORKS") == "1"
 
 
 def pytest_collection_modifyitems(items):
@@ -45,6 +49,9 @@ def pytest_runtest_makereport(item, call):
     if REQUIRE_GPU and report.skipped and item.get_closest_marker("gpu"):
         report.outcome = "failed"
         report.longrepr = f"CUPYMLP_REQUIRE_GPU=1, and a GPU test was skipped: {report.longrepr}"
+    if REQUIRE_FRAMEWORKS and report.skipped and "could not import" in str(report.longrepr):
+        report.outcome = "failed"
+        report.longrepr = f"CUPYMLP_REQUIRE_FRAMEWORKS=1, and a test was skipped: {report.longrepr}"
     return report
 
 
