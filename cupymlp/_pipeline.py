@@ -14,6 +14,7 @@ rows that are complete are always the first so many.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import traceback
@@ -177,7 +178,7 @@ class _InOrder:
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
-        self._turn, self._failed = 0, float("inf")
+        self._turn, self._failed = 0, math.inf
         self._condition = threading.Condition()
 
     def call(self, number: int, function: Callable[..., None], *arguments: Any) -> None:
@@ -191,7 +192,7 @@ class _InOrder:
             self._turn += 1
             self._condition.notify_all()
 
-    def stop_after(self, number: int) -> None:
+    def stop_after(self, number: float) -> None:
         """A chunk failed: later ones must not wait for it."""
         with self._condition:
             self._failed = min(self._failed, number)
@@ -217,7 +218,7 @@ class _Work:
         self._lock = threading.Lock()  # of the chunks, and of what follows
         self._stopped = False
         self._done: set[int] = set()  # chunks that are written and not committed
-        self._errors: dict[int, BaseException] = {}
+        self._errors: dict[float, BaseException] = {}  # by the chunk's number
         self._left = threading.Semaphore(0)  # one for each thread that has ended
         self._threads = [
             threading.Thread(target=self._run_lane, args=[lane], name="cupymlp-map", daemon=True) for lane in lanes
@@ -256,23 +257,23 @@ class _Work:
 
     def _run_lane(self, lane: Lane) -> None:
         """In a thread: take chunks, until there are none or one has failed."""
+        number: float = math.inf  # no chunk yet
         try:
             self._device.use()
             with lane.stream:
                 while not self._stopped:
                     with self._lock:
-                        number, (start, stop) = next(self._chunks, (0, (0, 0)))
-                    if start == stop:
-                        return
-                    try:
-                        self._chunk(lane, number, start, stop)
-                    except BaseException as error:  # to be raised where map was called
-                        self._errors[number] = error
-                        self._stopped = True
-                        self._reads.stop_after(number)
-                        self._writes.stop_after(number)
-                        return
-                    self._done.add(number)
+                        chunk = next(self._chunks, None)
+                    if chunk is None:
+                        break
+                    number, (start, stop) = chunk
+                    self._chunk(lane, chunk[0], start, stop)
+                    self._done.add(chunk[0])
+        except BaseException as error:  # to be raised where map was called
+            self._errors[number] = error
+            self._stopped = True
+            self._reads.stop_after(number)
+            self._writes.stop_after(number)
         finally:
             self._left.release()
 

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -857,6 +858,20 @@ def test_out_of_memory_on_the_way_goes_on_where_it_was(monkeypatch, net, x):
     assert seen[-1] == 1000
     assert seen == sorted(set(seen))
     assert 100 in np.diff(seen) or 128 in np.diff(seen)
+
+
+def test_threads_that_cannot_begin_are_an_error(monkeypatch, net, x):
+    cupy = LazyCupy()
+
+    def broken():
+        raise cupy.cuda.runtime.CUDARuntimeError(46, "cudaErrorDevicesUnavailable")
+
+    cupy.cuda.Device = lambda _: SimpleNamespace(use=broken)
+    with pytest.raises(MapError, match="cudaErrorDevicesUnavailable") as caught:
+        through(gpu_engine(monkeypatch, net, cupy), net, x, rows=100)
+    assert caught.value.rows == 0
+    gc.collect()
+    assert not cupy.live
 
 
 def test_no_memory_at_all_says_what_to_do(monkeypatch, net, x):
