@@ -7,7 +7,7 @@ bfloat16 networks are computed in float32 and rounded once a layer. Every ``prec
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._strides import merge_axes
-from .activations import activation_of, parameter_of
+from .activations import ActivationSpec, activation_of, parameter_of
 from .network import Network, numpy_dtype
 from .plan import cpu_block_rows
 
@@ -71,16 +71,23 @@ def _layers(
 ) -> None:
     """All layers of some rows, each into an array of its own."""
     storage = None if network.dtype == network.sum_dtype else numpy_dtype(network.dtype)
-    for weight, bias, spec, to in zip(weights, biases, network.activations, into, strict=True):
+    functions = _functions(network.activations, network.sum_dtype)
+    for weight, bias, (apply, parameter), to in zip(weights, biases, functions, into, strict=True):
         h = np.matmul(h, weight, out=to)
         if bias is not None:
             h += bias
-        activation_of(spec).apply(h, h, parameter_of(spec, network.sum_dtype))
+        apply(h, h, parameter)
         if storage is not None:
             h[...] = h.astype(storage)
 
 
 _block_rows = cache(cpu_block_rows)
+
+
+@cache
+def _functions(activations: tuple[ActivationSpec, ...], dtype: str) -> list[tuple[Callable[..., object], float]]:
+    """Each layer's activation in NumPy and its parameter."""
+    return [(activation_of(spec).apply, parameter_of(spec, dtype)) for spec in activations]
 
 
 def _is_plain(array: NDArray[Any], dtype: str) -> bool:
