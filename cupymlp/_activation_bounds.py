@@ -40,17 +40,16 @@ def activated(
     if activation.over_row:
         error, own = _of_row(activation.name == "log_softmax", v, h, error, own, sums)
     else:
-        reach = error + own
+        reach, own_reach = error + own, own
         if activation.lipschitz is None:
-            exact = np.where(finite, np.exp(v + own), 0)
-            error, own = exact * np.expm1(error), np.where(finite, h, 0) * np.expm1(own)
+            error, own = _grown(v + own, error, finite), _grown(v, own, finite)
         else:
             slope = activation.lipschitz(parameter)
             error, own = slope * error, slope * own
         # 0 times infinity: nothing is known of it.
         error, own = np.where(np.isnan(error), np.inf, error), np.where(np.isnan(own), np.inf, own)
         size = np.where(np.isfinite(h), np.abs(h), 0) + own
-        own = own + _rounding(activation, parameter, v, reach, size, _OWN)
+        own = own + _rounding(activation, parameter, v, own_reach, size, _OWN)
         error = error + _rounding(activation, parameter, v, reach, size + error, sums)
     # What overflows: a result that is infinite in float64, too, or that can be in the network's arithmetic.
     largest = np.where(np.isfinite(h), np.abs(h) + own, np.where(np.isinf(h) & finite, np.inf, 0)) + error
@@ -60,11 +59,18 @@ def activated(
 def _rounding(activation: Activation, parameter: float, v: Array, reach: Array, size: Array, of: Format) -> Array:
     """What computing f adds. reach: how far v may be from the v that it is computed of; size: at least abs(f)."""
     least = of.subnormal if activation.exact else of.normal
-    rounding = of.unit * activation.relative * size + least * activation.underflow(parameter)
+    rounding = np.full_like(size, least * activation.underflow(parameter))
+    if activation.relative:  # 0 times an infinite size would be NaN
+        rounding = rounding + of.unit * activation.relative * size
     if activation.of_input is None:
         return rounding
     inputs = np.where(np.isfinite(v), activation.of_input(v - reach, v + reach, parameter), 0)
     return np.where(inputs < of.most, rounding + of.unit * inputs, np.inf)
+
+
+def _grown(v: Array, e: Array, finite: NDArray[np.bool_]) -> Array:
+    """e^(v + e) - e^v, or a little more where e^v may be too small a number."""
+    return np.where(finite, np.where(e < 1, np.exp(v) * np.expm1(e), np.exp(v + e)), 0)
 
 
 def _of_row(logarithm: bool, v: Array, h: Array, error: Array, own: Array, sums: Format) -> tuple[Array, Array]:
@@ -72,22 +78,27 @@ def _of_row(logarithm: bool, v: Array, h: Array, error: Array, own: Array, sums:
     error, own = np.where(unknown, 0, error), np.where(unknown, 0, own)
     share = np.where(np.isnan(h), 0, np.exp(h) if logarithm else h) + _OWN.normal
     factor = own + _log_mean_exp(share, own)  # of the exact result to the reference's, its logarithm
-    exact = share * np.exp(factor)
+    exact = np.minimum(share * np.exp(factor), 1)
     changed = error + _log_mean_exp(exact, error)
-    carried = (changed, factor) if logarithm else (exact * np.expm1(changed), share * np.expm1(factor))
-    computed = exact * np.exp(changed)
+    carried = (changed, factor)
+    if not logarithm:  # results are between 0 and 1, and so is what they are off
+        carried = np.minimum(exact * np.expm1(changed), 1), np.minimum(share * np.expm1(factor), 1)
+    computed = np.minimum(exact * np.exp(changed), 1)
     off = error + own
     distance = np.where(np.isfinite(v), v.max(-1, keepdims=True, initial=-np.inf) - v, 0)
     distance = np.where(np.isfinite(distance), distance, 0) + off + off.max(-1, keepdims=True, initial=0)
     size = np.where(np.isfinite(h), np.abs(h), 0)
-    own = carried[1] + _rounding_of_row(logarithm, share * np.exp(factor), distance, size + carried[1], _OWN)
+    own = carried[1] + _rounding_of_row(logarithm, exact, distance, size + carried[1], _OWN)
     error = carried[0] + _rounding_of_row(logarithm, computed, distance, size + carried[1] + carried[0], sums)
     return np.where(unknown | np.isnan(error), np.inf, error), np.where(np.isnan(own), np.inf, own)
 
 
 def _log_mean_exp(share: Array, e: Array) -> Array:
-    """log(sum_k s_k e^(e_k)), where the s_k sum to 1."""
-    return np.asarray(np.log1p((share * np.expm1(e)).sum(-1, keepdims=True)))
+    """log(sum_k s_k e^(e_k)), where the s_k sum to 1, or to more."""
+    most = e.max(-1, keepdims=True, initial=0)
+    small = np.log1p((share * np.expm1(np.minimum(e, 1))).sum(-1, keepdims=True))
+    large = most + np.log((share * np.exp(e - most)).sum(-1, keepdims=True))
+    return np.asarray(np.where(most < 1, small, np.maximum(large, 0)))
 
 
 def _rounding_of_row(logarithm: bool, share: Array, distance: Array, size: Array, of: Format) -> Array:

@@ -8,14 +8,14 @@ default, which is filled in, so that a `cupymlp.network.Network` always says wha
 compute activations in float32, and a parameter is rounded to the dtype of the arithmetic once: in a float32 network 0.1 is
 the float32 number nearest to it.
 
-================  ==============================================  =========  =========  =====================
+================  ==============================================  =========  =========  ======================
 name              f(v)                                            f(-inf)    f(+inf)    parameter
-================  ==============================================  =========  =========  =====================
+================  ==============================================  =========  =========  ======================
 identity          v                                               -inf       inf
 relu              v, or +0 if v <= 0                              0          inf
 leaky_relu        v, or slope v if v < 0                          -inf [1]_  inf        slope, 0.01
 elu               v, or alpha (e^v - 1) if v <= 0                 -alpha     inf        alpha >= 0, 1
-celu              v, or alpha (e^(v / alpha) - 1) if v <= 0       -alpha     inf        alpha > 0, 1
+celu              v, or alpha (e^(v / alpha) - 1) if v <= 0       -alpha     inf        alpha >= 2^-126, 1
 selu              1.0507 v, or 1.0507 1.6733 (e^v - 1) if v <= 0  -1.7581    inf
 gelu              v (1 + erf(v / sqrt 2)) / 2                     0          inf
 gelu_tanh         v (1 + tanh(sqrt(2 / pi)(v + 0.044715 v^3)))/2  0          inf
@@ -32,7 +32,7 @@ relu6             v between 0 and 6                               0          6
 squareplus        (v + sqrt(v^2 + 4)) / 2                         0          inf
 softmax           e^(v_j - m) / sum_k e^(v_k - m), m = max v      [2]_       [2]_
 log_softmax       v_j - m - log sum_k e^(v_k - m)                 [2]_       [2]_
-================  ==============================================  =========  =========  =====================
+================  ==============================================  =========  =========  ======================
 
 .. [1] +inf for a negative slope, NaN for a slope of 0.
 .. [2] Over the features of the output layer, the only one that takes them. -inf gives 0 and -inf; a row with +inf or NaN, or
@@ -67,18 +67,17 @@ class Parameter:
     name: str
     default: float
     least: float = -math.inf
-    may_be_least: bool = True
 
     def takes(self, value: float) -> bool:
         """Whether the number is accepted."""
-        return math.isfinite(value) and (value > self.least or (value == self.least and self.may_be_least))
+        return math.isfinite(value) and value >= self.least
 
     @property
     def accepted(self) -> str:
         """For errors: ``a finite number, at least 0``."""
         if self.least == -math.inf:
             return "a finite number"
-        return f"a finite number, {'at least' if self.may_be_least else 'greater than'} {self.least:g}"
+        return f"a finite number, at least {self.least:g}"
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,7 @@ ACTIVATIONS: dict[str, Activation] = {
             relative=FUNCTION + 2, underflow=lambda alpha: 2 + 2 * alpha,
         ),
         Activation(
-            "celu", _celu, _all(1.0), Parameter("alpha", 1.0, 0.0, may_be_least=False),
+            "celu", _celu, _all(1.0), Parameter("alpha", 1.0, 2.0**-126),
             relative=FUNCTION + 3, underflow=lambda alpha: 2 + 3 * alpha,
         ),
         Activation("selu", _selu, _all(1.7580994), relative=FUNCTION + 3, underflow=_all(4.0)),
@@ -339,10 +338,10 @@ def read_spec(argument: str, value: object, *, last: bool, dtype: str = "float64
             f"{argument} is {_shown(value)}; accepted: one of {_names(last)}, or a name with its parameter, as "
             "('leaky_relu', 0.25)"
         )
-    name = value if isinstance(value, str) else value[0]  # type: ignore[index]
-    row = ACTIVATIONS.get(name)
+    row = ACTIVATIONS.get(value if isinstance(value, str) else value[0])  # type: ignore[index]
     if row is None:
         raise ValueError(f"{argument} is {value!r}; accepted: one of {_names(last)}")
+    name = row.name  # a plain str, whatever came
     if row.over_row and not last:
         raise ValueError(
             f"{argument} is {value!r}, which the output layer alone takes (out_activation); accepted: one of {_names(last)}"
@@ -360,12 +359,21 @@ def read_spec(argument: str, value: object, *, last: bool, dtype: str = "float64
     except OverflowError:  # an integer beyond float64
         number = math.inf
     if not row.parameter.takes(number) or not row.parameter.takes(parameter_of((name, number), dtype)):
-        raise ValueError(f"the {row.parameter.name} of {argument} is {given!r} (arithmetic is {dtype}); {accepted}")
+        raise ValueError(
+            f"the {row.parameter.name} of {argument} is {_number_text(given)} (arithmetic is {dtype}); {accepted}"
+        )
     return name, number
 
 
 def _names(last: bool) -> str:
     return ", ".join(repr(a.name) for a in ACTIVATIONS.values() if last or not a.over_row)
+
+
+def _number_text(value: object) -> str:
+    """A number in an error: Python refuses to print integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 1100:
+        return "an integer beyond float64"
+    return repr(value)
 
 
 def _shown(value: object) -> str:

@@ -132,7 +132,7 @@ def _network(options: argparse.Namespace) -> MLP:
         bias=options.bias,
         dtype=options.dtype or "float32",
         precision=options.precision or "ieee",
-        activation=parsed_activations(options.activation or "relu"),
+        activation=parsed_activations("relu" if options.activation is None else options.activation),
         out_activation=parsed_activation(options.out_activation or "identity"),
         schedule=options.schedule,
     )

@@ -141,7 +141,8 @@ def forward_and_bound(
                 largest = np.where(np.isfinite(h), np.abs(h) + own, 0) + error
                 error = error + storage.unit * largest + storage.subnormal / 2
                 error = np.where(largest + error < storage.most, error, np.inf)
-        return h, (error + own) * _SLACK
+        bound = (error + own) * _SLACK
+        return h, np.where(np.isnan(bound), np.inf, bound)
 
 
 def _unclear(h: Array, error: Array, weight: Array, flush: float) -> NDArray[np.bool_]:
@@ -254,6 +255,6 @@ def error_in_bounds(result: ArrayLike, reference: Array, bound: Array) -> Array:
     with np.errstate(all="ignore"):
         same = (y == reference) | (np.isnan(y) & np.isnan(reference))
         ratio = np.abs(y - reference) / bound  # NaN where y is NaN, or where y and the bound are infinite
-        ratio = np.where(np.isnan(ratio) & ~np.isnan(y), 0.0, ratio)
+        ratio = np.where(np.isnan(ratio) & ~np.isnan(y) & ~np.isnan(bound), 0.0, ratio)
         wrong = np.where(np.isfinite(reference) & ~np.isnan(ratio), ratio, np.where(np.isinf(bound), 0.0, np.inf))
         return np.where(same, 0.0, wrong)

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from support import Net, odd_values, random_net
 
-from cupymlp import MLP, fused_mlp
+from cupymlp import MLP, fused_mlp, verify
 from cupymlp._normal_tail import COEFFICIENTS, POLE, normal_tail
 from cupymlp._source import find_cuda_src
 from cupymlp.activations import ACTIVATIONS, activation_of, parameter_of, spec_text
 from cupymlp.network import DTYPES, Network, numpy_dtype
 from cupymlp.reference import error_in_bounds, forward_and_bound
+from cupymlp.verify import random_mlp
 
 mpmath = pytest.importorskip("mpmath")
 INF = np.inf
@@ -301,3 +302,59 @@ def test_the_kernels_know_every_activation():
     long = text.partition("is_long(Act act) {")[2].partition(";")[0]
     names = {name for name in ACTIVATIONS if f"Act::{name} " not in long and f"Act::{name}\n" not in long}
     assert names - set(OVER_ROW) == {name for name, row in ACTIVATIONS.items() if row.long}
+
+
+# --- Bounds at their ends -----------------------------------------------------------------------------------------------
+
+
+def test_the_bound_of_exp_where_it_is_too_small_a_number():
+    """The rounding of the hidden layer moves v by hundreds, from where e^v is 0 in float64 to where it is not."""
+    pytest.importorskip("ml_dtypes")
+    weights = [np.eye(2), np.array([[179200.0], [-430]])]
+    biases = [np.array([2**-8 * (1 + 2**-7), 0]), np.array([-180224.0])]
+    net = MLP(weights, biases, "identity", "exp", dtype="bfloat16")
+    x = np.ones((1, 2), net.dtype)
+    reference, bound = forward_and_bound(net.network, net.weights, net.biases, x)
+    y = net(x, device="cpu")
+    assert reference == 0 < y
+    assert error_in_bounds(y, reference, bound) <= 1
+    assert bound < 1e-9
+    far = MLP([[[1.0]], [[1.0]]], None, "identity", "exp", dtype="f4")
+    assert forward_and_bound(far.network, far.weights, far.biases, [[-1e10]])[1] < 1e-37
+
+
+@pytest.mark.parametrize("name", OVER_ROW)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_softmax_is_between_0_and_1_and_so_is_its_error(name, dtype):
+    """Of deep nets whose bound on the sums is large."""
+    depth = 8 if name == "softmax" else 5  # the bound of a logarithm may be beyond float16
+    net = random_mlp((10, *(64,) * depth, 5), dtype=dtype, bias=True, out_activation=name)
+    x = np.random.default_rng(0).standard_normal((16, 10))
+    _, bound = forward_and_bound(net.network, net.weights, net.biases, x)
+    assert np.isfinite(bound).all()
+    if name == "softmax":
+        assert (bound < 1.01).all()
+
+
+def test_a_bound_is_a_number_or_infinite():
+    net = MLP([[[1e30]], [[1.0]]], None, "sin", dtype="f4")
+    x = np.array([[1e30]], "f4")
+    reference, bound = forward_and_bound(net.network, net.weights, net.biases, x)
+    assert np.isinf(bound)
+    assert verify(net, x, device="cpu").ok
+    assert np.isinf(error_in_bounds([[123.0]], np.zeros((1, 1)), np.full((1, 1), np.nan)))
+    exp = MLP([[[1.0]], [[1.0]]], None, "exp", dtype="f4")
+    reference, bound = forward_and_bound(exp.network, exp.weights, exp.biases, [[-1e20]])
+    assert error_in_bounds([[123.0]], reference, bound) > 1
+
+
+def test_names_are_plain_strings_whatever_came():
+    named = MLP([[[1.0]]], out_activation=np.str_("tanh"))
+    assert type(named.network.activations[0]) is str
+    assert named.__dask_tokenize__() == MLP([[[1.0]]], out_activation="tanh").__dask_tokenize__()
+
+
+def test_parameters_that_python_or_the_kernels_cannot_hold():
+    for given, said in [(("elu", 10**5000), "an integer beyond float64"), (("celu", 1e-40), "at least 1.17549e-38")]:
+        with pytest.raises(ValueError, match=said):
+            MLP([[[1.0]], [[1.0]]], activation=given, dtype="f4")

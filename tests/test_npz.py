@@ -210,7 +210,7 @@ BAD = {
     ),
     "a parameter that float32 cannot hold": (
         {"header": header(activations=[["celu", 1e-60], "relu"])},
-        r"the alpha of activations\[0\] is 1e-60 \(arithmetic is float32\); accepted: a finite number, greater than 0",
+        r"the alpha of activations\[0\] is 1e-60 \(arithmetic is float32\); accepted: a finite number, at least 1.17549e-38",
     ),
     "a parameter for what has none": (
         {"header": header(activations=[["relu", 1.0], "relu"])},

@@ -242,3 +242,20 @@ def test_what_is_no_number_is_a_type_error(rng):
     for bad in ("mean", [1j, 0, 0], np.array(["a", "b", "c"])):
         with pytest.raises(TypeError, match=r"x_mean is a .* of dtype"):
             net.scaled(x_mean=bad)
+
+
+def test_an_output_is_not_folded_where_its_weights_would_vanish():
+    """1e-3 * 1e-5 is 0 in float16, and 64 of them are not."""
+    net = MLP([np.full((1, 64), 1000.0), np.full((64, 1), 1e-3)], dtype="f2")
+    x = np.ones((1, 1), "f2")
+    wanted = float(net(x, device="cpu")[0, 0]) * 1e-5
+    for scaling in ("auto", "apart"):
+        assert net.scaled(y_std=1e-5, scaling=scaling)(x, device="cpu")[0, 0] == pytest.approx(wanted, rel=5e-3)
+    assert net.scaled(y_std=0.5).network.sizes == (1, 64, 1)
+
+
+def test_a_mean_beyond_float64_is_refused_quietly():
+    if np.finfo(np.longdouble).max == np.finfo(np.float64).max:
+        pytest.skip("longdouble is float64 here")
+    with pytest.raises(ValueError, match="x_mean is inf"):
+        MLP([[[1.0]]]).scaled(x_mean=np.longdouble("1e4000"))

@@ -115,6 +115,13 @@ class Builder:
             with np.errstate(all="ignore"):  # what comes of it is checked
                 W = W * affine.factor
                 bias = np.asarray(((0.0 if b is None else b) - affine.center) * affine.factor + affine.offset)
+            if (
+                self._scaling == "auto"
+                and not self._holds(W, bias)
+                and self._holds(np.diag(affine.factor), affine.shift)
+            ):
+                self._pending = name, affine
+                return
             self._check_range(name, W, bias)
             self._weights[-1], self._biases[-1] = W, None if b is None and not bias.any() else bias
         else:
@@ -172,6 +179,16 @@ class Builder:
         numbers = _Numbers.of(self._dtype, self._precision, len(W) + 1)
         allowed = ACCEPTED_LOSS * _apart_error(affine, apart, numbers)
         return bool((_fold_error(affine, W, folded, numbers) <= allowed).all())
+
+    def _holds(self, weight: Array, bias: Array) -> bool:
+        """Whether the dtype has these numbers about as exactly as it has ordinary ones: few are too small for it."""
+        if not _in_range((weight, bias), self._dtype):
+            return False
+        lost, size = (
+            (np.abs(w).sum(0) + np.abs(b))
+            for w, b in ((_rounded(weight, self._dtype) - weight, _rounded(bias, self._dtype) - bias), (weight, bias))
+        )
+        return bool((lost <= ACCEPTED_LOSS * _UNITS[self._dtype] * size).all())
 
     def _check_range(self, name: str, weight: Array, bias: Array | None) -> None:
         if not _in_range((weight, bias), self._dtype):

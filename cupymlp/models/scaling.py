@@ -58,7 +58,8 @@ def _numbers(name: str, value: Any, features: int) -> NDArray[np.float64]:
     if value is None:
         return np.asarray(float(is_std))
     array = to_host(value, name) if library_of(name, value) == "gpu" else as_numpy(name, value)
-    numbers = array.astype(np.float64)
+    with np.errstate(over="ignore"):  # a longdouble beyond float64 is infinite, and refused below
+        numbers = array.astype(np.float64)
     if numbers.shape not in ((), (features,)):
         raise ValueError(
             f"{name} has shape {numbers.shape}; accepted: one number, or one for each of the {features} features of {name[0]}"
