@@ -36,7 +36,8 @@ class Kind:
     what
         A few words for messages.
     read
-        ``read(path, dtype, activation, out_activation)``; None stands for what the file says.
+        ``read(path, dtype, activation, out_activation)``; None stands for what the file says. Only kinds that fold scalings
+        into the weights need the dtype: others are read as they are, with their precision, and changed afterwards.
     write
         ``write(net, path)``; None if this kind is only read.
     lacks_activations
@@ -50,12 +51,12 @@ class Kind:
     lacks_activations: bool = False
 
 
-def _read_npz(path: Path, dtype: str | None, *_: Any) -> MLP:
-    return _made_again(MLP.load(path), dtype)
+def _read_npz(path: Path, *_: Any) -> MLP:
+    return MLP.load(path)
 
 
-def _read_safetensors(path: Path, dtype: str | None, activation: Any, out_activation: Any) -> MLP:
-    return MLP.from_safetensors(path, activation=activation, out_activation=out_activation, dtype=dtype)
+def _read_safetensors(path: Path, _: Any, activation: Any, out_activation: Any) -> MLP:
+    return MLP.from_safetensors(path, activation=activation, out_activation=out_activation)
 
 
 KINDS: dict[str, Kind] = {
@@ -107,7 +108,7 @@ def read_network(
     given = "activation" if activation is not None else "out_activation" if out_activation is not None else None
     if given is not None and not kind.lacks_activations:
         raise ValueError(f"{given} is given, and {_name(path)} says itself what is between its layers: leave it out")
-    return _made_again(kind.read(Path(path), dtype, activation, out_activation), None, precision, schedule)
+    return _made_again(kind.read(Path(path), dtype, activation, out_activation), dtype, precision, schedule)
 
 
 def write_network(net: MLP, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -134,7 +135,7 @@ def _name(path: str | os.PathLike[str]) -> str:
     return repr(os.fspath(path))
 
 
-def _made_again(net: MLP, dtype: str | None, precision: str | None = None, schedule: str | None = None) -> MLP:
+def _made_again(net: MLP, dtype: str | None, precision: str | None, schedule: str | None) -> MLP:
     network = net.network
     if dtype in (None, network.dtype) and precision in (None, network.precision) and schedule is None:
         return net

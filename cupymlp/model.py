@@ -41,8 +41,11 @@ class Model:
         self._set(
             network,
             weight_layout,
-            [_frozen(w.T if weight_layout == "out_in" else w, network.dtype) for w in host_weights],
-            [None if b is None else _frozen(b, network.dtype) for b in host_biases],
+            [
+                _frozen(w.T if weight_layout == "out_in" else w, network.dtype, name)
+                for w, name in zip(host_weights, layers.weight_names, strict=True)
+            ],
+            [None if b is None else _frozen(b, network.dtype, f"biases[{i}]") for i, b in enumerate(host_biases)],
             schedule,
         )
 
@@ -295,8 +298,20 @@ class Model:
         return cls(found.weights, found.biases, found.activations, found.out_activation, dtype=dtype, **options)
 
 
-def _frozen(array: NDArray[Any], dtype: str) -> NDArray[np.floating]:
-    """A C-contiguous copy that cannot be made writable again: a view of a read-only array."""
-    copy = np.array(array, dtype=numpy_dtype(dtype), order="C", copy=True)
+def _frozen(array: NDArray[Any], dtype: str, name: str = "an array") -> NDArray[np.floating]:
+    """A C-contiguous copy that cannot be made writable again: a view of a read-only array.
+
+    Raises
+    ------
+    ValueError
+        If a finite number is too large for the dtype: to make it infinite would be more than rounding.
+    """
+    with np.errstate(over="ignore"):
+        copy = np.array(array, dtype=numpy_dtype(dtype), order="C", copy=True)
+    if copy.dtype != array.dtype and (beyond := np.isfinite(array) & ~np.isfinite(copy)).any():
+        most = np.abs(array[beyond]).max()
+        raise ValueError(
+            f"{name} has numbers up to {most:.4g}, which {dtype} cannot hold; pass a dtype with a larger range"
+        )
     copy.flags.writeable = False
     return copy[:]

@@ -171,3 +171,15 @@ def test_kinds_that_are_only_read(npz, tmp_path, capsys, suffix):
     status, _, error = main(capsys, "convert", npz, tmp_path / f"out{suffix}")
     assert status == 2
     assert "are read, not written; accepted: .npz (MLP.save), .onnx" in error
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_a_precision_is_replaced_together_with_the_dtype(tmp_path, suffix):
+    """tf32 is of float32 alone, so that the one cannot be changed before the other."""
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors")
+    source, target = tmp_path / f"a{suffix}", tmp_path / "b.npz"
+    cli_net = MLP([np.eye(3, dtype="f4")], precision="tf32")
+    cli_net.save(source) if suffix == ".npz" else cli_net.to_safetensors(source)
+    assert cli.main(["convert", str(source), str(target), "--dtype", "float64", "--precision", "ieee"]) == 0
+    assert (MLP.load(target).network.dtype, MLP.load(target).network.precision) == ("float64", "ieee")

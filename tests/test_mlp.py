@@ -661,3 +661,15 @@ def test_without_a_gpu_cuda_is_one_clear_error_whatever_the_batch():
 def test_the_names_that_are_public():
     assert set(cupymlp.__all__) <= set(dir(cupymlp))
     assert random_mlp((3, 2), bias=True, weight_layout="out_in").weights[0].shape == (2, 3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_numbers_that_the_dtype_cannot_hold(dtype):
+    """They would be infinite, which is more than rounding; infinities that are there stay."""
+    most = float(np.finfo(dtype).max)
+    weight = np.array([[most * 4, 1.0], [1, 1]])
+    for options in ({"weights": [weight]}, {"weights": [np.eye(2)], "biases": [weight[0]]}):
+        name = r"biases\[0\]" if "biases" in options else r"weights\[0\]"
+        with pytest.raises(ValueError, match=f"{name} has numbers up to .*, which {dtype} cannot hold"):
+            MLP(**options, dtype=dtype)
+    assert np.isinf(MLP([np.array([[np.inf]])], dtype=dtype).weights[0]).all()
