@@ -366,7 +366,9 @@ class Interchange(Model):
 
         Notes
         -----
-        Nothing in a file is run: layers are known by the names of their classes, and Lambda and custom layers are refused.
+        Nothing in a file is run: layers are known by the names and modules of their classes, and Lambda and custom layers are
+        refused. Some that have the names of Keras' own nothing in the file tells apart: layers and models of an ``.h5`` file
+        whose class is not registered, and unregistered functions for an activation, as ``def gelu(x)``.
         Files are checked before arrays are read, but HDF5's own library is no match for every file that was made to break it:
         it can crash, or not return. Read files of strangers in a process of their own, and `save` what comes of them.
 
