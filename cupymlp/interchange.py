@@ -310,6 +310,10 @@ class Interchange(Model):
             As for `MLP`. A tree does not name them, so that ``activation`` must be given where there are hidden layers.
         prefix
             As for `from_state_dict`: which part, or which parts in which order, with dots between names.
+            Without it, layers whose names differ in a number are in the order of the numbers. Flax (linen) and Haiku number
+            layers as they are constructed, which need not be the order in which data passes them: in
+            ``Dense(a)(relu(Dense(b)(x)))`` the last one is ``Dense_0``. Names do not show this, and square layers chain in
+            any order: there give the order, as ``prefix=["params.Dense_1", "params.Dense_0"]``.
         dtype
             As for `MLP`: None keeps that of the arrays.
 
@@ -319,7 +323,8 @@ class Interchange(Model):
             If it is no such tree.
         ValueError
             As for `from_state_dict`: for arrays that are no dense layer's, shapes that do not chain, numbers that are not
-            finite, and names that do not say in which order layers come. The message names them.
+            finite, and names that do not say in which order layers come; for layers of Equinox other than Linear, MLP,
+            Sequential, Lambda, Dropout and Identity. The message names them.
 
         Examples
         --------
