@@ -310,6 +310,10 @@ class Interchange(Model):
             As for `MLP`. A tree does not name them, so that ``activation`` must be given where there are hidden layers.
         prefix
             As for `from_state_dict`: which part, or which parts in which order, with dots between names.
+            Without it, layers whose names differ in a number are in the order of the numbers. Flax (linen) and Haiku number
+            layers as they are constructed, which need not be the order in which data passes them: in
+            ``Dense(a)(relu(Dense(b)(x)))`` the last one is ``Dense_0``. Names do not show this, and square layers chain in
+            any order: there give the order, as ``prefix=["params.Dense_1", "params.Dense_0"]``.
         dtype
             As for `MLP`: None keeps that of the arrays.
 
@@ -319,7 +323,8 @@ class Interchange(Model):
             If it is no such tree.
         ValueError
             As for `from_state_dict`: for arrays that are no dense layer's, shapes that do not chain, numbers that are not
-            finite, and names that do not say in which order layers come. The message names them.
+            finite, and names that do not say in which order layers come; for layers of Equinox other than Linear, MLP,
+            Sequential, Lambda, Dropout and Identity. The message names them.
 
         Examples
         --------
@@ -366,7 +371,9 @@ class Interchange(Model):
 
         Notes
         -----
-        Nothing in a file is run: layers are known by the names of their classes, and Lambda and custom layers are refused.
+        Nothing in a file is run: layers are known by the names and modules of their classes, and Lambda and custom layers are
+        refused. Some that have the names of Keras' own nothing in the file tells apart: layers and models of an ``.h5`` file
+        whose class is not registered, and unregistered functions for an activation, as ``def gelu(x)``.
         Files are checked before arrays are read, but HDF5's own library is no match for every file that was made to break it:
         it can crash, or not return. Read files of strangers in a process of their own, and `save` what comes of them.
 

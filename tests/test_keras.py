@@ -341,6 +341,80 @@ def test_all_refused_models_are_tested(keras):
     assert list(refused(keras)) == REFUSED
 
 
+def of_ones_own(keras):
+    """Classes with the names of Keras' own, which compute something else."""
+    k = keras.layers
+    register = keras.saving.register_keras_serializable("mypkg")
+    x = keras.Input((3,))
+
+    def identity(base):
+        return type("Identity", (base,), {"call": lambda self, v: v + 1})
+
+    def dense():
+        return type("Dense", (k.Dense,), {"call": lambda self, v: v})
+
+    def leaky():
+        return type("LeakyReLU", (k.LeakyReLU,), {"call": lambda self, v: -v})
+
+    def model(base):
+        return type(base.__name__, (base,), {"call": lambda self, v, **_: v})
+
+    functional = type(keras.Model(x, k.Dense(3)(x)))
+    return {
+        "a registered Identity": (
+            keras.Sequential([x, k.Dense(3), register(identity(k.Layer))(name="mine")]),
+            r"layer 'mine' \(Identity\) of .* registered as 'mypkg>Identity'\), not Keras' own; accepted",
+        ),
+        "an Identity": (
+            keras.Sequential([x, k.Dense(3), identity(k.Layer)(name="mine")]),
+            r"layer 'mine' \(Identity\)",
+        ),
+        "a registered Dense": (keras.Sequential([x, register(dense())(3, name="mine")]), r"layer 'mine' \(Dense\)"),
+        "a Dense": (
+            keras.Sequential([x, dense()(3, name="mine")]),
+            r"layer 'mine' \(Dense\) of .* is a class of its author's \(module .*, registered as 'Dense'\)",
+        ),
+        "a Dense in a Functional": (keras.Model(x, dense()(3, name="mine")(x)), r"layer 'mine' \(Dense\)"),
+        "a registered LeakyReLU in Dense": (
+            keras.Sequential([x, k.Dense(3, activation=register(leaky())(), name="mine")]),
+            r"layer 'mine' \(Dense\) of .* has the activation LeakyReLU, a class of its author's",
+        ),
+        "a LeakyReLU in Activation": (
+            keras.Sequential([x, k.Dense(3), k.Activation(leaky()(), name="mine")]),
+            r"layer 'mine' \(Activation\) of .* has the activation LeakyReLU, a class of its author's",
+        ),
+        "a Sequential": (
+            model(keras.Sequential)([x, k.Dense(3)]),
+            r"is a model of class 'Sequential' that is its author's \(module ",
+        ),
+        "a Functional": (
+            model(functional)(x, k.Dense(3)(x)),
+            r"is a model of class 'Functional' that is its author's \(module ",
+        ),
+    }
+
+
+OF_ONES_OWN = [
+    "a registered Identity", "an Identity", "a registered Dense", "a Dense", "a Dense in a Functional",
+    "a registered LeakyReLU in Dense", "a LeakyReLU in Activation", "a Sequential", "a Functional",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ONES_OWN)
+def test_classes_with_the_names_of_keras_are_refused(keras, tmp_path, name):
+    made = of_ones_own(keras)
+    assert list(made) == OF_ONES_OWN
+    model, message = made[name]
+    kinds = ["keras", "h5"] if "registered" in name else ["keras"]  # .h5 files have a mark of registered ones alone
+    for kind in kinds:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.save(tmp_path / f"net.{kind}")
+        message = message if kind == "keras" else r"layer 'mine' .*(cannot be part of a network|author's)"
+        with pytest.raises(ValueError, match=message):
+            MLP.from_keras(tmp_path / f"net.{kind}")
+
+
 # --- Descriptions ---------------------------------------------------------------------------------------------------------
 
 
@@ -453,6 +527,14 @@ BAD_DESCRIPTIONS = {
         "has the activation {.*; accepted",
     ),
     "a quantized layer": (layer(1, quantization_config={"a": 1}), "is quantized or has LoRA weights"),
+    "a class of a package whose name begins like Keras'": (
+        set_in("config", "layers", 1, "module", value="keras_extras.layers"),
+        r"layer 'z11' \(Dense\) of .* is a class of its author's \(module 'keras_extras.layers'\), not Keras' own",
+    ),
+    "a registered name that is none": (
+        set_in("config", "layers", 1, "registered_name", value=3),
+        "registered as 3",
+    ),
     "LoRA": (layer(1, lora_rank=4), "is quantized or has LoRA weights"),
 }
 

@@ -224,6 +224,39 @@ def test_an_equinox_module_with_a_normalization_is_refused(jax):
         MLP.from_params(module, activation="relu")
 
 
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "a pool", "inside", "shared", "of a subclass"])
+def test_equinox_modules_that_compute_without_arrays_are_refused(jax, name):
+    """They have no array that would tell of them."""
+    eqx = library("equinox")
+    linears = [eqx.nn.Linear(3, 3, key=jax.random.key(0)) for _ in range(2)]
+    norm = eqx.nn.LayerNorm(3, use_weight=False, use_bias=False)
+    between, message = {
+        "LayerNorm": (norm, r"layers\.1 of params is a LayerNorm of equinox; accepted: .*Linear.*Sequential"),
+        "RMSNorm": (eqx.nn.RMSNorm(3, use_weight=False, use_bias=False), r"layers\.1 of params is a RMSNorm"),
+        "GroupNorm": (eqx.nn.GroupNorm(3, 3, channelwise_affine=False), r"layers\.1 of params is a GroupNorm"),
+        "a pool": (eqx.nn.AvgPool1d(1), r"layers\.1 of params is a AvgPool1d"),
+        "inside": (eqx.nn.Sequential([norm]), r"layers\.1\.layers\.0 of params is a LayerNorm"),
+        "shared": (eqx.nn.Lambda(norm), r"layers\.1\.fn of params is a LayerNorm"),
+        "of a subclass": (type("Mine", (eqx.nn.LayerNorm,), {})(3, use_weight=False, use_bias=False), "is a LayerNorm"),
+    }[name]
+    with pytest.raises(ValueError, match=message):
+        MLP.from_params(eqx.nn.Sequential([linears[0], between, linears[1]]), activation="relu")
+
+
+def test_equinox_modules_of_ones_own(jax):
+    eqx = library("equinox")
+
+    class Mine(eqx.Module):
+        layers: list
+        drop: eqx.nn.Dropout
+
+    linears = [eqx.nn.Linear(3, 3, key=key) for key in jax.random.split(jax.random.key(0))]
+    net = MLP.from_params(Mine(linears, eqx.nn.Dropout(0.5)), activation="relu")
+    assert (net.weights[1] == np.asarray(linears[1].weight).T).all()
+    chosen = MLP.from_params({"a": linears, "b": eqx.nn.LayerNorm(3)}, activation="relu", prefix="a")
+    assert chosen.network.sizes == (3, 3, 3)
+
+
 def test_random_state_of_nnx_is_named(jax):
     nnx = library("flax.nnx")
     module = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
@@ -287,6 +320,18 @@ def test_layouts_follow_the_names():
     assert MLP.from_params({"kernel": W, "bias": None}).network.biases == (False,)
 
 
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_lists_of_layers(sequence):
+    a, b = np.arange(9.0).reshape(3, 3), np.eye(3)
+    net = MLP.from_params(sequence([{"w": a, "b": np.ones(3)}, {"w": b, "b": np.zeros(3)}]), activation="tanh")
+    assert (net.weights[0] == a).all()
+    assert (net.weights[1] == b).all()
+    layers = [{"kernel": np.eye(3) * i} for i in range(12)]
+    net = MLP.from_params(sequence(layers), activation="relu")
+    assert [w[0, 0] for w in net.weights] == list(range(12))
+    assert MLP.from_params(sequence(layers), prefix="11").network.sizes == (3, 3)
+
+
 def cyclic():
     tree = {"Dense_0": dense()}
     tree["again"] = tree
@@ -309,6 +354,9 @@ def nested(levels):
 
 BAD_TREES = {
     "nothing": ({}, "params, a dict, has no arrays; accepted: a tree of parameters, in Flax what module.init returns"),
+    "an empty list": ([], "params, a list, has no arrays"),
+    "arrays in a list": ([np.eye(3)], r"0 of params is no kernel .* MLP\(weights, biases\)"),
+    "pairs in a list": ([(np.eye(3), np.ones(3))], r"0\.0 of params is no kernel .* MLP\(weights, biases\)"),
     "no arrays": ({"a": {"b": None}}, "params, a dict, has no arrays"),
     "itself inside": (cyclic(), r"params contains itself, or has more than 64 levels, at 'again'\.\.\."),
     "many levels": (nested(100), "params contains itself, or has more than 64 levels, at 'a.a.a.a'"),
@@ -393,8 +441,8 @@ def test_arguments_that_do_not_suit_are_refused():
         ValueError, match="no array of params has a name that begins with prefix 'Dense_0'; they begin with 'params'"
     ):
         MLP.from_params(ORDERS["Flax"], prefix="Dense_0")
-    for bad in (None, 3, "net.msgpack", np.eye(3), [np.eye(3)]):
-        with pytest.raises(TypeError, match=r"params is a .*; accepted: a nested mapping of arrays"):
+    for bad in (None, 3, "net.msgpack", np.eye(3)):
+        with pytest.raises(TypeError, match=r"params is a .*; accepted: nested mappings or lists of arrays"):
             MLP.from_params(bad)
     with pytest.raises(TypeError, match=r"D\.kernel has dtype int64; accepted: floating-point numbers"):
         MLP.from_params({"D": {"kernel": np.eye(3, dtype=int)}})

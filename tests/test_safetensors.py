@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+import warnings
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -151,6 +152,23 @@ def test_tensors_without_numbers():
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match=r"0\.weight is a torch\.Tensor that has no numbers to read"):
         MLP.from_state_dict({"0.weight": torch.empty(3, 3, device="meta")}, activation="relu")
+
+
+def test_quantized_tensors():
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: they are deprecated
+        tensor = torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8)
+    with pytest.raises(TypeError, match=r"0\.weight is a torch\.Tensor that NumPy makes no array of"):
+        MLP.from_state_dict({"0.weight": tensor})
+    with pytest.raises(TypeError, match=r"0\.bias is a torch\.Tensor that NumPy makes no array of"):
+        MLP.from_state_dict({"0.weight": torch.eye(3), "0.bias": tensor[0]})
+
+
+@pytest.mark.parametrize("value", [[[1.0, 2.0], [3.0]], [np.ones(2), np.ones(3)]])
+def test_values_that_are_no_arrays(value):
+    with pytest.raises(TypeError, match=r"state_dict\['0\.weight'\] is a .*; accepted: a tensor or an array"):
+        MLP.from_state_dict({"0.weight": value})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

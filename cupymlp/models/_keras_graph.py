@@ -7,7 +7,7 @@ from typing import Any
 
 from ._keras_files import KerasFile, shown
 
-__all__ = ["Layer", "layers_of"]
+__all__ = ["Layer", "foreign", "layers_of"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ def layers_of(file: KerasFile) -> tuple[int, list[Layer]]:
         raise ValueError(
             f"{file.where} is a model of class {shown(kind)}; accepted: Sequential, and Functional without branches"
         )
+    if mark := foreign(file.config):
+        raise ValueError(
+            f"{file.where} is a model of class {kind!r} that is its author's ({mark}), not Keras' own; "
+            "accepted: Sequential, and Functional without branches. Save keras.Model(model.inputs, model.outputs) if it "
+            "computes no more than its layers do"
+        )
     entries = config.get("layers")
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise file.wrong("its description has no list of layers")
@@ -51,7 +57,26 @@ def _layer(file: KerasFile, entry: dict[str, Any]) -> Layer:
     name = config.get("name", entry.get("name"))
     if not isinstance(name, str):
         raise file.wrong(f"a layer is named {shown(name)}")
+    if mark := foreign(entry):
+        raise ValueError(
+            f"layer {name!r} ({entry['class_name']}) of {file.where} is a class of its author's ({mark}), not Keras' own; "
+            "accepted: layers of keras.layers, of which the model is to be built instead"
+        )
     return Layer(name, entry["class_name"], config)
+
+
+def foreign(description: dict[str, Any]) -> str:
+    """What says that a class is not Keras' own, though its name may be; ``""`` if nothing does.
+
+    In the format of Keras 3 the module is ``keras.layers`` for Keras' own layers; for others it is null or another package,
+    and ``registered_name`` is ``package>name`` if they are registered. The format before, of .h5 files, has neither key: there
+    an unregistered class cannot be told from Keras'.
+    """
+    module, registered = description.get("module", "keras"), description.get("registered_name")
+    ours = isinstance(module, str) and module.partition(".")[0] in ("keras", "tf_keras")
+    if ours and (registered is None or (isinstance(registered, str) and ">" not in registered)):
+        return ""
+    return f"module {shown(module)}" + ("" if registered is None else f", registered as {shown(registered)}")
 
 
 def _features(file: KerasFile, layers: list[Layer]) -> int:

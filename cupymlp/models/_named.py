@@ -18,7 +18,7 @@ from .._checks import as_numpy, library_of, to_host, type_name
 from ..network import numpy_dtype
 from . import Found, check_finite
 
-__all__ = ["Naming", "find_layers", "host_array", "read_layers"]
+__all__ = ["Naming", "find_layers", "host_array", "path_of", "read_layers"]
 
 _SHOWN = 8  # names in a message, at most
 
@@ -86,7 +86,7 @@ def find_layers(where: str, paths: Paths, shapes: Shapes, prefix: str | Sequence
         raise TypeError(f"prefix is a {type_name(prefix)}; accepted: a text, or a sequence of texts")
     layers: list[Layer] = []
     for part in [prefix] if isinstance(prefix, str) else list(prefix):
-        begin = tuple(piece for piece in re.split(r"[./]", part) if piece)
+        begin = path_of(part)
         chosen = {name: path for name, path in paths.items() if path[: len(begin)] == begin}
         if not chosen:
             tops = sorted({path[0] for path in paths.values()}, key=_natural)
@@ -101,6 +101,11 @@ def find_layers(where: str, paths: Paths, shapes: Shapes, prefix: str | Sequence
         raise ValueError(f"{where} has no weights; accepted: at least one dense layer")
     _check_chain(layers, shapes)
     return layers
+
+
+def path_of(prefix: str) -> tuple[str, ...]:
+    """The parts of a prefix."""
+    return tuple(piece for piece in re.split(r"[./]", prefix) if piece)
 
 
 def read_layers(layers: Sequence[Layer], get: Callable[[str], Any], activation: Any, out_activation: Any) -> Found:

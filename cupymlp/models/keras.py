@@ -1,6 +1,6 @@
 """Keras models whose layers make a chain: Sequential, and Functional ones without branches. Keras is not imported.
 
-Nothing of a file is run: layers are known by their class' names, and everything else is refused by the layer's.
+Nothing of a file is run: layers are known by their class' name and module, and everything else is refused by the layer's name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..activations import ActivationSpec
 from . import Found
 from ._builder import Affine, Builder
 from ._keras_files import KerasFile, Shapes, open_keras, shown
-from ._keras_graph import Layer, layers_of
+from ._keras_graph import Layer, foreign, layers_of
 
 __all__ = ["read_keras"]
 
@@ -190,6 +190,13 @@ class _Reader:
             return "identity"
         if isinstance(activation, dict):
             kind, config = activation.get("class_name"), activation.get("config")
+            # Functions are of the module builtins, whoever wrote them, and are refused below.
+            if kind != "function" and (mark := foreign(activation)):
+                raise self.wrong(
+                    layer,
+                    f"has the activation {kind}, a class of its author's ({mark}), not Keras' own; accepted: Activation, ELU, "
+                    f"LeakyReLU, ReLU, Softmax of keras.layers, and the functions {', '.join(FUNCTIONS)}",
+                )
             inner = Layer(layer.name, str(kind), config if isinstance(config, dict) else {})
             if kind == "Activation":
                 activation = inner.config.get("activation", "linear")

@@ -45,7 +45,12 @@ def read_state_dict(state_dict: Any, prefix: str | Sequence[str], activation: An
             raise TypeError(
                 f"state_dict[{name!r}] is a mapping; accepted: a tensor. Is it the state dict? Then pass it alone"
             )
-        shapes[name] = tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+        try:
+            shapes[name] = tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+        except ValueError as error:  # NumPy's, for lists of different lengths
+            raise TypeError(
+                f"state_dict[{name!r}] is a {type_name(value)} that makes no array ({error}); accepted: a tensor or an array"
+            ) from error
     layers = find_layers("the state dict", torch_paths(state_dict), shapes, prefix, NAMING)
     return read_layers(layers, state_dict.__getitem__, activation, out_activation)
 
