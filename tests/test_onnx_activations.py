@@ -10,7 +10,7 @@ from cupymlp import MLP
 from cupymlp.network import numpy_dtype
 
 onnx = pytest.importorskip("onnx")
-from onnx_models import W2, B, W, X, chain, checked, computed, model  # noqa: E402
+from onnx_models import KINDS, W2, B, W, X, chain, checked, computed, model  # noqa: E402
 
 HALF, ROOT = np.array(0.5), np.array(np.sqrt(2))
 FORMS = {
@@ -201,3 +201,93 @@ def test_constants_of_half_precision_are_recognized(dtype):
         net = MLP.from_onnx(model(nodes, arrays, dtype=dtype, y=("rows", 2)))
         assert (net.dtype, net.network.activations) == (dtype, (spec, "identity"))
         assert same_bits(net.weights[0], arrays["W"])
+
+
+def made_of(dtype, nodes, **constants):
+    """What is read of a layer, these nodes, and another layer, of constants of the dtype."""
+    nodes, arrays = chain(*nodes, **constants)
+    arrays = {name: np.asarray(a).astype(numpy_dtype(dtype)) for name, a in arrays.items()}
+    return MLP.from_onnx(model(nodes, arrays, dtype=dtype, y=("rows", 2)), dtype="float64"), arrays
+
+
+NEAR_1 = [
+    ("bfloat16", 1 + 3 * 2.0**-7),
+    ("bfloat16", 1 + 2.0**-7),
+    ("bfloat16", 1 - 2.0**-8),
+    ("float16", 1 + 3 * 2.0**-10),
+    ("float16", 1 - 2.0**-11),
+    ("float32", 1 + 2.0**-23),
+    ("float64", 1 + 9e-7),
+]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), NEAR_1)
+@pytest.mark.parametrize("form", ["silu", "hard_swish by clip", "gelu, multiplied out", "gelu_tanh by a power", "elu"])
+def test_a_scale_near_1_after_an_activation_is_kept(form, dtype, scale):
+    spec, nodes, constants = FORMS[form]
+    spec = ("elu", 1.0) if form == "elu" else spec
+    nodes = [("Elu", ["h"], ["u"])] if form == "elu" else [*nodes[:-1], (*nodes[-1][:2], ["u"])]
+    net, arrays = made_of(dtype, [*nodes, ("Mul", ["u", "factor"], ["g"])], factor=scale, **constants)
+    assert net.network.activations == (spec, "identity")
+    assert np.array_equal(net.weights[0], arrays["W"].astype("f8"))
+    np.testing.assert_allclose(net.weights[1], arrays["W2"].astype("f8") * scale, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [*NEAR_1, *((d, s) for d in KINDS for s in (0.5, 2.0, -0.75, 1.7, 0.3535))]
+)
+@pytest.mark.parametrize("form", ["silu", "silu by exp", "sigmoid by exp", "softplus by exp", "softsign", "squareplus"])
+def test_a_scale_before_an_activation_in_pieces(form, dtype, scale):
+    spec, nodes, constants = FORMS[form]
+    nodes = [
+        ("Mul", ["h", "factor"], ["hc"]),
+        *((op, ["hc" if i == "h" else i for i in ins], outs) for op, ins, outs in nodes),
+    ]
+    net, arrays = made_of(dtype, nodes, factor=scale, **constants)
+    scale = float(arrays["factor"])
+    assert net.network.activations == (spec, "identity")
+    np.testing.assert_allclose(net.weights[0], arrays["W"].astype("f8") * scale, 1e-12)
+    np.testing.assert_allclose(net.biases[0], arrays["B"].astype("f8") * scale, 1e-12)
+    np.testing.assert_allclose(net.weights[1], arrays["W2"].astype("f8"), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("scale", [0.5, 1.7, -0.75])
+@pytest.mark.parametrize(
+    "form", ["gelu, the half first", "gelu, multiplied out", "gelu_tanh by a power", "hard_swish by clip"]
+)
+def test_a_scale_before_constants_that_no_dtype_holds(form, scale, dtype):
+    spec, nodes, constants = FORMS[form]
+    nodes = [
+        ("Mul", ["h", "factor"], ["hc"]),
+        *((op, ["hc" if i == "h" else i for i in ins], outs) for op, ins, outs in nodes),
+    ]
+    net, arrays = made_of(dtype, nodes, factor=scale, **constants)
+    assert net.network.activations == (spec, "identity")
+    np.testing.assert_allclose(net.weights[0], arrays["W"].astype("f8") * float(arrays["factor"]), 1e-12)
+    np.testing.assert_allclose(net.weights[1], arrays["W2"].astype("f8"), 1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [*NEAR_1, ("float32", 1.702), ("float64", 1.702)])
+def test_a_scale_inside_an_activation(dtype, scale):
+    """v sigmoid(c v), the quick gelu of c = 1.702, is silu(c v) / c."""
+    nodes = [("Mul", ["h", "factor"], ["a"]), ("Sigmoid", ["a"], ["b"]), ("Mul", ["h", "b"], ["g"])]
+    net, arrays = made_of(dtype, nodes, factor=scale)
+    scale = float(arrays["factor"])
+    assert net.network.activations == ("silu", "identity")
+    np.testing.assert_allclose(net.weights[0], arrays["W"].astype("f8") * scale, 1e-12)
+    np.testing.assert_allclose(net.weights[1], arrays["W2"].astype("f8") / scale, 1e-12)
+
+
+def test_a_negative_elu_of_a_negative_is_no_celu():
+    net, arrays = made_of("float64", [("Neg", ["h"], ["a"]), ("Elu", ["a"], ["b"]), ("Neg", ["b"], ["g"])])
+    assert net.network.activations == (("elu", 1.0), "identity")
+    assert np.array_equal(net.weights[0], -arrays["W"])
+    assert np.array_equal(net.weights[1], -arrays["W2"])
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_celu_by_the_inverse(dtype):
+    inverse = 1 / float(np.asarray(1.3).astype(numpy_dtype(dtype)))
+    nodes = [("Mul", ["h", "i"], ["a"]), ("Elu", ["a"], ["b"]), ("Mul", ["b", "c"], ["g"])]
+    assert made_of(dtype, nodes, i=inverse, c=1.3)[0].network.activations[0][0] == "celu"

@@ -8,13 +8,15 @@ compared with the formulas in `_FORMULAS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ...network import numpy_dtype
 
 __all__ = ["NUMBER", "VALUE", "Affine", "Atom", "Match", "Number", "Terms", "TooComplexError", "match", "value"]
 
@@ -208,6 +210,8 @@ class _Formula:
     skeletons: list[str]
     inner: list[float]
     outer: list[float]
+    inner_degrees: list[int]  # what v -> s v multiplies each number by is s to this power
+    outer_degrees: list[int]
 
 
 def _sorted_terms(numbers: dict[Key, Number]) -> list[tuple[Key, Number]]:
@@ -223,7 +227,25 @@ def _taken_apart(numbers: dict[Key, Number]) -> tuple[list[str], list[float], li
     )
 
 
-_FORMULAS = [_Formula(name, *_taken_apart(terms.numbers)) for name, terms in _formulas()]  # type: ignore[arg-type]
+def _degree(key: Key) -> int:
+    return sum(atom == VALUE for atom in key)
+
+
+def _inner_degrees(key: Key) -> Iterator[int]:
+    return (d for atom in key for inside, _ in atom.argument for d in (_degree(inside), *_inner_degrees(inside)))
+
+
+def _formula(name: str, terms: Terms) -> _Formula:
+    skeletons, inner, outer = _taken_apart(terms.numbers)
+    keys = [key for key, _ in _sorted_terms(terms.numbers)]
+    inner_degrees = [d for key in keys for d in _inner_degrees(key)]
+    return _Formula(name, skeletons, inner, outer, inner_degrees, [_degree(key) for key in keys])  # type: ignore[arg-type]
+
+
+_FORMULAS = [_formula(name, terms) for name, terms in _formulas()]
+_EXACT = 1e-12  # relative: what the float64 arithmetic on coefficients, here, leaves
+_DIGITS = 1e-6  # relative: of constants that no dtype holds, written with as many decimal digits
+_PRODUCT = {"float16": 2.0**-9, "bfloat16": 2.0**-6}  # relative: of a product of some rounded constants
 _HELPERS = ("erf", "sqrt", "abs", "reciprocal", "log")
 
 
@@ -237,13 +259,71 @@ class Match:
     after: Affine
 
 
-def match(terms: Terms, tolerance: float) -> Match | None:
+def _roundings(number: float, dtypes: Collection[str]) -> list[float]:
+    """A constant as a file may have it: exporters write float32 in float64 models, too."""
+    return [float(numpy_dtype(name).type(number)) for name in dict.fromkeys(("float64", "float32", *dtypes))]
+
+
+def _close(a: Number, b: Number, tolerance: float) -> bool:
+    return np.size(a) == np.size(b) and bool(np.allclose(a, b, tolerance, 0))
+
+
+def _is_exact(constant: float) -> bool:
+    """Whether each dtype holds a formula's constant, so that another number in a file is meant to be another one."""
+    return float(np.float16(constant)) == constant
+
+
+def _ratios(constant: float, dtypes: Collection[str]) -> list[float]:
+    """What files may have for a formula's constant, multiplied by or divided by, over what it is."""
+    if _is_exact(constant):
+        return [1.0]
+    divided = [1 / c for c in _roundings(1 / constant, dtypes)]
+    return [c / constant for c in (*_roundings(constant, dtypes), *divided)]
+
+
+def _fitted(
+    formula: _Formula, inner: list[float], outer: list[Number], dtypes: Collection[str]
+) -> tuple[float, Number] | None:
+    """The s and the a of which these are the coefficients of ``a * formula(s * v)``.
+
+    s and a are what the file says, to the last bit, except where the rounding of the formula's own constants explains them.
+    """
+    at = next(i for i, degree in enumerate(formula.inner_degrees) if degree)
+    constant, degree = formula.inner[at], formula.inner_degrees[at]
+    ratios, within = _ratios(constant, dtypes), _EXACT if _is_exact(constant) else _DIGITS
+    first, first_degree = outer[0] / np.float64(formula.outer[0]), formula.outer_degrees[0]
+    power = np.float64(inner[at]) / constant
+    root = power if degree == 1 else np.sqrt(power)
+    tried: list[np.float64] = []
+    if any(_close(power, r, within) for r in ratios):
+        tried.append(np.float64(1))
+    if np.ndim(first) == 0 and first_degree == 1 and any(_close(power, first**degree * r, within) for r in ratios):
+        tried.append(np.float64(first))  # a is 1: the coefficients outside tell s without the constant's rounding
+    tried += [root] if degree == 1 else [root, -root]
+    product = max(_DIGITS, *(_PRODUCT.get(name, 0.0) for name in dtypes), 0.0)
+    for s in tried:
+        scale = first / s**first_degree
+        inside = (
+            i == at or _close(n, c * s**d, _EXACT if _is_exact(c) else product)
+            for i, (n, c, d) in enumerate(zip(inner, formula.inner, formula.inner_degrees, strict=True))
+        )
+        outside = (
+            _close(n, scale * c * s**d, _EXACT)
+            for n, c, d in zip(outer, formula.outer, formula.outer_degrees, strict=True)
+        )
+        if np.isfinite(s) and np.isfinite(scale).all() and all(inside) and all(outside):
+            is_one = np.ndim(scale) == 0 and any(_close(scale, r, _EXACT) for r in _ratios(formula.outer[0], dtypes))
+            return float(s), 1.0 if is_one else scale
+    return None
+
+
+def match(terms: Terms, dtypes: Collection[str]) -> Match | None:
     """The activation that these terms are, up to a scale and a shift before and after it; None if they are none.
 
     Parameters
     ----------
-    tolerance
-        The relative difference between a formula's constants and those of a file: as they were rounded to the file's dtype.
+    dtypes
+        Those of the file's constants, to which the constants of formulas may have been rounded.
     """
     if (affine := terms.affine) is not None:
         return Match("identity", None, affine, Affine(1.0, 0.0))
@@ -251,12 +331,11 @@ def match(terms: Terms, tolerance: float) -> Match | None:
     shift = numbers.pop(NUMBER, 0.0)
     skeletons, inner, outer = _taken_apart(numbers)
     for formula in _FORMULAS:
-        if skeletons == formula.skeletons and np.allclose(inner, formula.inner, tolerance, 0):
-            scale = outer[0] / formula.outer[0]
-            if np.ndim(scale) == 0 and np.isclose(scale, 1, tolerance, 0):
-                scale = 1.0  # of rounded constants
-            if all(np.allclose(n, scale * f, tolerance, 0) for n, f in zip(outer, formula.outer, strict=True)):
-                return Match(formula.name, None, Affine(1.0, 0.0), Affine(scale, shift))
+        if skeletons == formula.skeletons:
+            with np.errstate(all="ignore"):  # numbers that are not finite fit nothing
+                fitted = _fitted(formula, inner, outer, dtypes)
+            if fitted is not None:
+                return Match(formula.name, None, Affine(fitted[0], 0.0), Affine(fitted[1], shift))
     if len(numbers) > 1:
         return None
     ((key, scale),) = numbers.items()
@@ -271,16 +350,18 @@ def match(terms: Terms, tolerance: float) -> Match | None:
         return Match("sin", float(before.scale), Affine(1.0, 0.0), after)
     if atom.function == "sin":
         return Match("sin", 1.0, before, after)
-    if atom.function == "elu" and _is_celu(before, scale, atom.parameters[0], tolerance):
+    if atom.function == "elu" and _is_celu(before, scale, atom.parameters[0], dtypes):
         return Match("celu", float(scale), Affine(1.0, 0.0), Affine(1.0, shift))
     return Match(atom.function, atom.parameters[0] if atom.parameters else None, before, after)
 
 
-def _is_celu(before: Affine, scale: Number, alpha: float, tolerance: float) -> bool:
+def _is_celu(before: Affine, scale: Number, alpha: float, dtypes: Collection[str]) -> bool:
     """Celu with alpha a is a elu(v / a), written so where ONNX has no Celu of the dtype."""
-    return bool(
-        np.ndim(scale) == 0
-        and (alpha, before.shift) == (1, 0)
-        and scale != 1
-        and np.isclose(scale * before.scale, 1, tolerance, 0)
-    )
+    if np.ndim(scale) or np.ndim(before.scale) or scale == 1 or not scale > 0 or (alpha, before.shift) != (1, 0):
+        return False
+    with np.errstate(all="ignore"):
+        inverses = [
+            (before.scale, _roundings(1 / np.float64(scale), dtypes)),
+            (scale, _roundings(1 / np.float64(before.scale), dtypes)),
+        ]
+    return any(_close(number, r, _EXACT) for number, rounded in inverses for r in rounded)

@@ -178,7 +178,7 @@ class Reader:
     def saw(self, node: Node, array: NDArray[Any], what: str) -> None:
         name = dtype_name(array.dtype)
         self.dtypes.setdefault(name, f"the {what} of {node.label}")
-        self.tolerance = max(self.tolerance, {"float16": 2.0**-8, "bfloat16": 2.0**-5}.get(name, 0.0))
+        self.tolerance = max(self.tolerance, {"float16": 2.0**-9, "bfloat16": 2.0**-6}.get(name, 0.0))
 
     def weight(self, node: Node, given: Value | None, name: str) -> NDArray[Any]:
         """A constant matrix."""
@@ -193,7 +193,7 @@ class Reader:
 
     def resolved(self, node: Node, data: Data, name: str) -> Match:
         """The activation that the tensor of this name is."""
-        found = match(data.terms, self.tolerance) if data.terms.depends else None
+        found = match(data.terms, self.dtypes) if data.terms.depends else None
         maker = self.graph.makers.get(name, node)
         if found is None:
             raise maker.refuse(f"this is {data.terms.text} of a layer's sums v, which is none of cupymlp's activations")
