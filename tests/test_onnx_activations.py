@@ -291,3 +291,26 @@ def test_celu_by_the_inverse(dtype):
     inverse = 1 / float(np.asarray(1.3).astype(numpy_dtype(dtype)))
     nodes = [("Mul", ["h", "i"], ["a"]), ("Elu", ["a"], ["b"]), ("Mul", ["b", "c"], ["g"])]
     assert made_of(dtype, nodes, i=inverse, c=1.3)[0].network.activations[0][0] == "celu"
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_constant_is_cast_like_the_data(dtype):
+    """As PyTorch's exporter writes a bfloat16 softplus."""
+    nodes = [("Softplus", ["h"], ["a"]), ("CastLike", ["one", "a"], ["b"]), ("Div", ["a", "b"], ["g"])]
+    nodes, arrays = chain(*nodes)
+    arrays = {name: a.astype(numpy_dtype(dtype)) for name, a in arrays.items()}
+    arrays["one"] = np.float32(1.001953125)
+    net = MLP.from_onnx(model(nodes, arrays, dtype=dtype, y=("rows", 2)))
+    assert (net.dtype, net.network.activations) == (dtype, ("softplus", "identity"))
+    rounded = float(arrays["one"].astype(numpy_dtype(dtype)))
+    want = arrays["W2"].astype("f8") * (1 / rounded)
+    assert same_bits(net.weights[1], want.astype(numpy_dtype(dtype)))
+
+
+def test_data_is_not_cast_like_a_constant_of_another_dtype():
+    nodes, arrays = chain(("CastLike", ["h", "one"], ["a"]), ("Relu", ["a"], ["g"]), one=1.0)
+    arrays = {name: a.astype("f4") for name, a in arrays.items()}
+    assert MLP.from_onnx(model(nodes, arrays, y=("rows", 2))).network.activations[0] == "relu"
+    arrays["one"] = np.float16(1)
+    with pytest.raises(ValueError, match=r"n1.*it casts data of float32 like float16; accepted: of the same dtype"):
+        MLP.from_onnx(model(nodes, arrays, y=("rows", 2)))

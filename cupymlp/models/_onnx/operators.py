@@ -392,6 +392,7 @@ OPERATORS: dict[str, Operator] = {
     "Dropout": unchanged.dropout,
     "ai.onnx.ml.ZipMap": unchanged.zip_map,
     "Cast": unchanged.cast,
+    "CastLike": unchanged.cast_like,
     "Transpose": unchanged.transpose,
     "Flatten": unchanged.flatten,
     "Reshape": unchanged.reshape,

@@ -61,6 +61,7 @@ class Reader:
         self.tolerance = 1e-6
         self.dtypes: dict[str, str] = {}  # of constants that meet data, with a tensor of each
         self.casts: list[tuple[Node, str]] = []
+        self.float_types: dict[str, str] = {}  # of tensors of data, for nodes that cast like them
         self.input: str | None = None
 
     def read(self, output: str | None) -> Found:
@@ -77,6 +78,10 @@ class Reader:
                 self.values.pop(name, None)  # what is not needed any more makes room
             if node.outputs:
                 self.values[node.outputs[0]] = made
+            if isinstance(made, Data) and node.op != "Cast":  # which says it itself
+                self.float_types[node.outputs[0]] = next(
+                    self.float_types[name] for name in node.inputs if name in self.float_types
+                )
         result = self.values.get(chosen)
         if not isinstance(result, Data):
             raise nodes[-1].refuse("it is asked for as the output, and does not depend on the input as an MLP's does")
@@ -108,6 +113,7 @@ class Reader:
             raise node.refuse(
                 f"it takes the model's input {shown(name)}; accepted: a tensor of {', '.join(FLOATS.values())}"
             )
+        self.float_types[name] = FLOATS[kind.tensor_type.elem_type]
         shape = declared_shape(kind)
         if shape is None:
             shape = ["rows", "features"]

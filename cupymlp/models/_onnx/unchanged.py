@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..._checks import dtype_name
+from ...network import numpy_dtype
 from . import constants
 from .algebra import value
 from .constants import checked_axes, given_axes
@@ -15,7 +17,18 @@ from .layers import Data, Input, Length
 from .reader import Reader, Value
 from .shapes import kept, lengths_of
 
-__all__ = ["cast", "dropout", "flatten", "identity", "reshape", "squeeze", "transpose", "unsqueeze", "zip_map"]
+__all__ = [
+    "cast",
+    "cast_like",
+    "dropout",
+    "flatten",
+    "identity",
+    "reshape",
+    "squeeze",
+    "transpose",
+    "unsqueeze",
+    "zip_map",
+]
 
 
 def identity(reader: Reader, node: Node, inputs: list[Value]) -> Data:
@@ -45,10 +58,30 @@ def cast(reader: Reader, node: Node, inputs: list[Value]) -> Data:
     node.finish(1, 1)
     if to not in FLOATS.values():
         raise node.refuse(f"it casts data to {to}; accepted: {', '.join(FLOATS.values())}")
+    reader.float_types[node.outputs[0]] = to
     takers = reader.graph.takers.get(node.outputs[0], [])
     if not takers or any(taker.op != "Celu" for taker in takers):  # before opset 28 there is a Celu of float32 only
         reader.casts.append((node, to))
     return reader.data(node, inputs[0])
+
+
+def cast_like(reader: Reader, node: Node, inputs: list[Value]) -> Value:
+    """A constant in the dtype of data, or data in the dtype it has."""
+    node.attribute("saturate", "i", 1)
+    node.attribute("round_mode", "s", "up")
+    node.finish(2, 2)
+    given, like = inputs
+    to = dtype_name(like.dtype) if isinstance(like, np.ndarray) else reader.float_types.get(node.inputs[1])
+    if to is None:
+        raise node.refuse("it casts to the type of what is no tensor of real numbers; accepted: a constant, or data")
+    if isinstance(given, np.ndarray):
+        reader.budget.spend(node, given.shape, numpy_dtype(to).itemsize)
+        with np.errstate(all="ignore"):  # infinities are refused where they are used
+            return given.astype(numpy_dtype(to))
+    data = reader.data(node, given)
+    if (of := reader.float_types[node.inputs[0]]) != to:
+        raise node.refuse(f"it casts data of {of} like {to}; accepted: of the same dtype, or a constant")
+    return data
 
 
 def transpose(reader: Reader, node: Node, inputs: list[Value]) -> Data:
