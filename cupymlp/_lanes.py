@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,14 @@ class PageLocked:
         first = -memory.ctypes.data % HUGE_PAGE
         self._memory: Any = memory[first : first + self._size]
         self._address = self._memory.ctypes.data
-        self._runtime.hostRegister(self._address, self._size, 0)
+        try:
+            self._runtime.hostRegister(self._address, self._size, 0)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C, which may come when the call is done, or before it was made
+                with contextlib.suppress(Exception):
+                    self._runtime.hostUnregister(self._address)
+            self._memory = None
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,8 +18,9 @@ import math
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from ._gpu import cupy_or_error
@@ -93,11 +94,11 @@ class GpuEngine:
                     host = memory.take(shapes.bytes * i, shapes.bytes * (i + 1))
                     # The thread sleeps while it waits if others want its core.
                     event = self._cupy.cuda.Event(block=cores < MOST_LANES, disable_timing=True)
-                    lanes.append(Lane(self._cupy, shapes, host, streams[i], event))
+                    lanes.append(Lane(self._cupy, shapes, host, streams[i + 1], event))
                 # Memory of the pool may still be in use by what is queued on the current stream, and so may x.
                 self._cupy.cuda.get_current_stream().synchronize()
             at_end.enter_context(_Quiet(self._cupy, streams))
-            with _Work(self._cupy, self._net, job, lanes, streams[-1]) as work:
+            with _Work(self._cupy, self._net, job, lanes, streams[0]) as work:  # always the same one
                 work.run()
 
     def out_of_memory(self, error: BaseException | None) -> bool:
@@ -144,9 +145,7 @@ class _Quiet:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        with contextlib.ExitStack() as stack:  # a second Ctrl-C must not keep the other streams from being waited for
-            for stream in self._streams:
-                stack.callback(self._wait, stream, failed=error is not None)
+        _finish([partial(self._wait, stream, failed=error is not None) for stream in self._streams])
 
     def _wait(self, stream: Any, failed: bool) -> None:
         # A kernel that failed makes every later call fail: the first error is the one that is told.
@@ -154,16 +153,34 @@ class _Quiet:
             stream.synchronize()
 
 
+def _finish(waits: Iterable[Callable[[], object]]) -> None:
+    """Wait for all of these. A Ctrl-C meanwhile is raised afterwards: until then memory is in use."""
+    interrupted = None
+    for wait in waits:
+        while True:
+            try:
+                wait()
+                break
+            except KeyboardInterrupt as error:
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
 def _free(lanes: list[Lane]) -> None:
     for lane in lanes:
         lane.free()
 
 
-def _let_go(error: BaseException | None) -> None:
+def _let_go(error: BaseException | None, seen: set[int] | None = None) -> None:
     """Clear the frames that an error remembers: buffers must not live as long as somebody keeps the error."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
+    seen = set() if seen is None else seen
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    traceback.clear_frames(error.__traceback__)
+    _let_go(error.__cause__, seen)
+    _let_go(error.__context__, seen)
 
 
 # --- What takes one call at a time -----------------------------------------------------------------------------------
@@ -231,12 +248,8 @@ class _Work:
 
     def __exit__(self, *_: object) -> None:
         self._stopped = True
-        with contextlib.ExitStack() as stack:  # in the opposite order
-            for close in (self._one_thread.shutdown, self._reads.close, self._writes.close):
-                stack.callback(close)
-            for thread in self._threads:
-                if thread.ident is not None:  # it was started
-                    stack.callback(thread.join)
+        waits = [thread.join for thread in self._threads if thread.ident is not None]  # those that were started
+        _finish([*waits, self._one_thread.shutdown, self._reads.close, self._writes.close])
 
     def run(self) -> None:
         """Until every chunk is written, or one has failed and those before it are written."""
@@ -310,8 +323,12 @@ class _Work:
                 stream.begin_capture()
                 try:
                     self._queue(lane, rows, once)
-                finally:
-                    rows.graph = stream.end_capture()
+                except BaseException:
+                    # What failed is the error to be told, not that the capture has become invalid by it.
+                    with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError):
+                        stream.end_capture()
+                    raise
+                rows.graph = stream.end_capture()
         lane.done.record(stream)
         lane.done.synchronize()
 

@@ -32,8 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MapError, MapInterrupted) as error:
         print(f"cupymlp: {error}", file=sys.stderr)
         return 3 if isinstance(error, MapError) else 130
-    except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
-        print(f"cupymlp: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("cupymlp: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, TypeError, RuntimeError, OSError, ImportError, MemoryError, OverflowError) as error:
+        print(f"cupymlp: {error or type(error).__name__}", file=sys.stderr)
         return 2
 
 

@@ -316,7 +316,8 @@ class MLP(Interchange):
             is installed and a terminal is there, else lines.
         resume
             How many leading rows of out are complete already: go on from there. True, for a path: as many as ``<path>.part``
-            records; from the beginning if there is none. Out of another network or x it is an error.
+            records; from the beginning if there is none. Out of another network or file it is an error; of an
+            array or a zarr folder as x, shape and dtype alone are compared.
         overwrite
             Whether the path may exist (it stays as it is until the new one is complete) and, without ``resume``, whether what
             an earlier run left at ``<path>.part`` may be thrown away.

@@ -874,6 +874,77 @@ def test_threads_that_cannot_begin_are_an_error(monkeypatch, net, x):
     assert not cupy.live
 
 
+def test_ctrl_c_while_threads_are_waited_for_waits_for_them(monkeypatch, net, x):
+    """Twice Ctrl-C, the second while map cleans up: until the last lane is done its memory stays."""
+    cupy, main, entered = LazyCupy(), threading.main_thread(), threading.Event()
+
+    def slow(a, b):
+        if not entered.is_set():
+            entered.set()
+            time.sleep(1.5)
+        run_cpu(net.network, net.weights, net.biases, a, b)
+
+    def interrupt():
+        entered.wait(10)
+        for _ in range(2):
+            time.sleep(0.15)
+            signal.pthread_kill(main.ident, signal.SIGINT)
+
+    unregistered = []
+    original = cupy.cuda.runtime.hostUnregister
+
+    def unregister(address):
+        unregistered.append([t.name for t in threading.enumerate() if t.name == "cupymlp-map"])
+        original(address)
+
+    cupy.cuda.runtime.hostUnregister = unregister
+    engine = gpu_engine(monkeypatch, net, cupy, slow)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(MapInterrupted):
+        through(engine, net, x, rows=100)
+    assert unregistered == [[]]
+    gc.collect()
+    assert not cupy.live
+
+
+def test_ctrl_c_while_memory_is_locked_leaves_none_locked(monkeypatch, net, x):
+    cupy = LazyCupy()
+    original = cupy.cuda.runtime.hostRegister
+
+    def register(*arguments):
+        original(*arguments)
+        raise KeyboardInterrupt
+
+    cupy.cuda.runtime.hostRegister = register
+    with pytest.raises(MapInterrupted):
+        through(gpu_engine(monkeypatch, net, cupy), net, x, rows=100)
+    gc.collect()
+    assert not cupy.live
+
+
+def test_what_fails_in_a_capture_is_the_error_that_is_told(monkeypatch, net, x):
+    cupy = LazyCupy()
+    engine = gpu_engine(monkeypatch, net, cupy)
+    launch = engine._net
+
+    def failing_in_captures(a, b):
+        if cupy.current.is_capturing():
+            raise cupy.cuda.runtime.CUDARuntimeError(700, "launch fails in the capture")
+        launch(a, b)
+
+    def end_capture(stream):
+        stream.captured = None
+        raise cupy.cuda.runtime.CUDARuntimeError(901, "cudaErrorStreamCaptureInvalidated")
+
+    failing_in_captures.launches_once = launch.launches_once
+    engine._net = failing_in_captures
+    monkeypatch.setattr("lazy_cupy._Stream.end_capture", end_capture)
+    with pytest.raises(MapError, match="launch fails in the capture"):
+        through(engine, net, x, rows=100)
+    gc.collect()
+    assert not cupy.live
+
+
 def test_no_memory_at_all_says_what_to_do(monkeypatch, net, x):
     cupy = LazyCupy(most_device_bytes=10)
     with pytest.raises(MapError, match=r"making room for rows 0 to 1: OutOfMemoryError.*free_all_blocks.*device='cpu'"):

@@ -326,3 +326,17 @@ def test_the_table_gives_ratios_to_the_floor_and_the_bare_call():
     text = report.table([row(latency.EMPTY, 0.5, 4.0), row(latency.RAW, 1.0, 5.0), row("net", 1.25, 6.0)])
     line = next(line for line in text.splitlines() if line.strip().startswith("net"))
     assert line.split() == ["net", "1.25", "2.50", "6.00", "1.20", "-"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(MemoryError(), 2), (OverflowError("too large"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_whatever_stops_a_command_is_one_line(monkeypatch, capsys, error, status):
+    def stop(*_, **__):
+        raise error
+
+    monkeypatch.setattr(cli, "random_mlp", stop)
+    assert cli.main(["verify", "--sizes", "3,3"]) == status
+    said = capsys.readouterr().err
+    assert said.startswith("cupymlp: ")
+    assert said.count("\n") == 1
