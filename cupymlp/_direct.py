@@ -2,7 +2,7 @@
 
 CuPy's Function takes apart whatever arguments it gets, at every call. Here only two of them change from call to call, the
 addresses of x and out; the rest is written once. With it a call with all its checks costs the host no more than a bare
-RawKernel call without any (benchmarks/host-h200.json).
+RawKernel call without any (benchmarks/latency-h200.json).
 """
 
 from __future__ import annotations

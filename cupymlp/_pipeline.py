@@ -98,7 +98,8 @@ class GpuEngine:
                 # Memory of the pool may still be in use by what is queued on the current stream, and so may x.
                 self._cupy.cuda.get_current_stream().synchronize()
             at_end.enter_context(_Quiet(self._cupy, streams))
-            with _Work(self._cupy, self._net, job, lanes, streams[0]) as work:  # always the same one
+            # The first for plans of several launches, whatever the number of lanes: their scratch memory stays with a stream.
+            with _Work(self._cupy, self._net, job, lanes, streams[0]) as work:
                 work.run()
 
     def out_of_memory(self, error: BaseException | None) -> bool:
@@ -154,17 +155,22 @@ class _Quiet:
 
 
 def _finish(waits: Iterable[Callable[[], object]]) -> None:
-    """Wait for all of these. A Ctrl-C meanwhile is raised afterwards: until then memory is in use."""
-    interrupted = None
+    """Wait for all of these, whatever one of them raises, and through every Ctrl-C: until then memory is in use.
+
+    The first error is raised afterwards.
+    """
+    first: BaseException | None = None
     for wait in waits:
-        while True:
+        waiting = True
+        while waiting:
             try:
                 wait()
-                break
-            except KeyboardInterrupt as error:
-                interrupted = error
-    if interrupted is not None:
-        raise interrupted
+                waiting = False
+            except BaseException as error:
+                first = first or error
+                waiting = isinstance(error, KeyboardInterrupt)
+    if first is not None:
+        raise first
 
 
 def _free(lanes: list[Lane]) -> None:

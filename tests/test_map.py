@@ -878,11 +878,15 @@ def test_ctrl_c_while_threads_are_waited_for_waits_for_them(monkeypatch, net, x)
     """Twice Ctrl-C, the second while map cleans up: until the last lane is done its memory stays."""
     cupy, main, entered = LazyCupy(), threading.main_thread(), threading.Event()
 
-    def slow(a, b):
+    original_read = _map_sources.ArraySource.read
+
+    def slow(*arguments):
         if not entered.is_set():
             entered.set()
-            time.sleep(1.5)
-        run_cpu(net.network, net.weights, net.biases, a, b)
+            time.sleep(1.5)  # outside of the stand-in's lock, for which everything else would wait
+        original_read(*arguments)
+
+    monkeypatch.setattr(_map_sources.ArraySource, "read", slow)
 
     def interrupt():
         entered.wait(10)
@@ -898,7 +902,7 @@ def test_ctrl_c_while_threads_are_waited_for_waits_for_them(monkeypatch, net, x)
         original(address)
 
     cupy.cuda.runtime.hostUnregister = unregister
-    engine = gpu_engine(monkeypatch, net, cupy, slow)
+    engine = gpu_engine(monkeypatch, net, cupy)
     threading.Thread(target=interrupt).start()
     with pytest.raises(MapInterrupted):
         through(engine, net, x, rows=100)
@@ -1022,3 +1026,25 @@ def test_buffers_stay_below_two_gigabytes():
             assert lanes * size < 2 << 30
             assert lanes >= min(_pipeline.LEAST_LANES, _pipeline.MOST_BUFFER_BYTES // size)
     assert _pipeline._lane_count(16, 4096, 3) == 3
+
+
+def test_every_stream_is_waited_for_whatever_one_of_them_raises():
+    """What one still copies to and from must not be given back because another one failed."""
+    waited = []
+
+    class Stream:
+        def __init__(self, *errors):
+            self.errors = list(errors)
+
+        def synchronize(self):
+            waited.append(self)
+            if self.errors:
+                raise self.errors.pop(0)
+
+    cupy = LazyCupy()
+    broken = cupy.cuda.runtime.CUDARuntimeError(700, "an illegal access")
+    streams = [Stream(broken), Stream(KeyboardInterrupt()), Stream()]
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as caught, _pipeline._Quiet(cupy, streams):
+        pass
+    assert caught.value is broken
+    assert waited == [streams[0], streams[1], streams[1], streams[2]]  # after Ctrl-C again
