@@ -242,9 +242,12 @@ class _Work:
         self._stopped = False
         self._done: set[int] = set()  # chunks that are written and not committed
         self._errors: dict[float, BaseException] = {}  # by the chunk's number
-        self._left = threading.Semaphore(0)  # one for each thread that has ended
+        self._news = threading.Event()  # a thread has ended
+        # Not Thread.join: interrupted by Ctrl-C, it takes the thread for ended ever after (Python 3.11, 3.12).
+        self._ended = [threading.Event() for _ in lanes]
         self._threads = [
-            threading.Thread(target=self._run_lane, args=[lane], name="cupymlp-map", daemon=True) for lane in lanes
+            threading.Thread(target=self._run_lane, args=each, name="cupymlp-map", daemon=True)
+            for each in zip(lanes, self._ended, strict=True)
         ]
         self._one_thread = ThreadPoolExecutor(1, "cupymlp-compute", self._device.use)
         self._reads, self._writes = _InOrder("cupymlp-read"), _InOrder("cupymlp-write")
@@ -254,7 +257,8 @@ class _Work:
 
     def __exit__(self, *_: object) -> None:
         self._stopped = True
-        waits = [thread.join for thread in self._threads if thread.ident is not None]  # those that were started
+        started = [thread.ident is not None for thread in self._threads]
+        waits = [ended.wait for ended, was in zip(self._ended, started, strict=True) if was]
         _finish([*waits, self._one_thread.shutdown, self._reads.close, self._writes.close])
 
     def run(self) -> None:
@@ -262,11 +266,12 @@ class _Work:
         for thread in self._threads:
             thread.start()
         ends = (stop for _, stop in self._job.chunks())
-        committed, running = 0, len(self._threads)
-        while running or committed in self._done:
+        committed, over = 0, False
+        while not over:
             # Seldom: to be woken for every chunk would take the interpreter from the lanes, again and again.
-            if running and self._left.acquire(timeout=LOOK_SECONDS):
-                running -= 1
+            self._news.wait(LOOK_SECONDS)
+            self._news.clear()
+            over = all(ended.is_set() for ended in self._ended)
             while committed in self._done:
                 self._done.remove(committed)
                 committed += 1
@@ -274,7 +279,7 @@ class _Work:
         if self._errors:
             raise self._errors[min(self._errors)]
 
-    def _run_lane(self, lane: Lane) -> None:
+    def _run_lane(self, lane: Lane, ended: threading.Event) -> None:
         """In a thread: take chunks, until there are none or one has failed."""
         number: float = math.inf  # no chunk yet
         try:
@@ -294,7 +299,8 @@ class _Work:
             self._reads.stop_after(number)
             self._writes.stop_after(number)
         finally:
-            self._left.release()
+            ended.set()
+            self._news.set()
 
     def _chunk(self, lane: Lane, number: int, start: int, stop: int) -> None:
         """All of a chunk."""
